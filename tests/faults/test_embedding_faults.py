@@ -228,7 +228,7 @@ def test_an_error_while_a_page_is_prefetched(monkeypatch):
         patch.setattr(TorchCache, "_make_moves", mock.Mock(side_effect=MemoryError))
         train_on(cached, ids_of([7, 8]))
     for use in (lambda: cached[0].weight, lambda: cached[0]([7, 8]), lambda: cached[0]([1])):
-        with pytest.raises(RuntimeError, match="interrupted moves of the cache"):
+        with pytest.raises(RuntimeError, match="row cache is inconsistent"):
             use()
 
 

@@ -183,7 +183,7 @@ def list_cache(kind, slots, rows=ROWS, device="cpu"):
     table = Table("rows", rows, 4, {}, {}, storage, torch.float32)
     table["weight"].copy_(torch.arange(rows)[:, None])
     if kind is ListedCache:
-        return kind([table], slots, torch.device(device))
+        return kind(table, slots, torch.device(device))
     link = MappedLink() if device == "cuda" else Link()
     return kind(link, [table], slots, torch.device(device))
 
@@ -225,18 +225,18 @@ def test_uses_are_halved_where_rows_with_few_do_not_suffice():
     pages = iter([page_of(row) for _ in range(3) for row in range(6) for _ in range(20)])
     while cache._limit < HIGHEST_LIMIT:
         use(cache, next(pages))
-    assert cache._uses_N.max() == 15
+    assert cache._uses_A.max() == 15
     use(cache, next(pages))
-    assert cache._uses_N.max() == 8  # 7, and a use
+    assert cache._uses_A.max() == 8  # 7, and a use
     assert cache._limit == HIGHEST_LIMIT // 2
 
 
 def test_uses_are_halved_as_time_goes_by():
     cache = list_cache(TorchCache, 3)
     use(cache, *[page_of(1)] * (AGE - 1))
-    assert cache._uses_N.max() == 15
+    assert cache._uses_A.max() == 15
     use(cache, page_of(2))
-    assert cache._uses_N[:3].tolist() == [0, 7, 1]
+    assert cache._uses_A[:3].tolist() == [0, 7, 1]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Fast kernels equal the reference, on the CPU and on a GPU."""
 
-import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.support.steps import (
     train_on_text,
     with_tree,
 )
+from tests.support.structs import layout_assertions
 from w2v.config import ModelConfig, OptimizerConfig
 from w2v.kernels import cpu_loops, cuda, launch
 from w2v.kernels.batch import (
@@ -122,7 +122,9 @@ def device_of(kernels):
 @pytest.mark.parametrize("source, macros", VARIANTS, ids=str)
 def test_cuda_sources_compile(source, macros, tmp_path):
     defines = [f"-D{name}={value}" for name, value in macros.items()]
-    output = ["-ptx", str(SOURCES / source), "-o", str(tmp_path / "kernel.ptx")]
+    code = tmp_path / "kernel.cu"
+    code.write_text(f'#include "{SOURCES / source}"\n{layout_assertions(source)}')
+    output = ["-ptx", str(code), "-o", str(tmp_path / "kernel.ptx")]
     oldest = "-arch=sm_75"  # that CUDA 13 compiles for
     command = ["nvcc", oldest, "-std=c++17", "-Xcicc", "-O0", *defines, *output]
     subprocess.run(command, check=True, timeout=120)
@@ -132,33 +134,6 @@ def test_every_cuda_source_and_formula_is_compiled_by_the_tests():
     assert {source for source, _ in VARIANTS} == {path.name for path in SOURCES.glob("*.cu")}
     formulas = {RowOptimizer(OptimizerConfig(name=name)).formula for name, _ in OPTIMIZERS}
     assert formulas == set(FORMULAS)
-
-
-def test_launcher_passes_arguments_in_the_sizes_of_the_parameters():
-    """Each argument has 8 bytes; the driver reads the first of them."""
-    launched = []
-
-    def driver(function, *arguments):
-        *shape, stream, parameters, extra = arguments
-        kinds = "c_uint64 c_int64 c_int32 c_float c_float c_bool".split()
-        pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters)
-        values = [
-            getattr(ctypes, kind).from_address(pointer).value
-            for kind, pointer in zip(kinds, pointers, strict=True)
-        ]
-        launched.append((function, shape, stream, extra, values))
-
-    calls = [
-        (5, [2**48 + 8, -(2**40), -1, 0.5, float("-inf"), True], 9),
-        (6, [0, 3, 2**31 - 1, 0.0, 1.0, False], 0),
-    ]
-    for fixed in (0, 4, 6):  # how many arguments all launches begin with
-        first = calls[0][1][:fixed]
-        launcher = launch.Launcher(77, driver, first)
-        for blocks, values, stream in calls:
-            launcher(blocks, values[fixed:], stream)
-            shape = [blocks, 1, 1, launch.THREADS, 1, 1, 0]
-            assert launched.pop() == (77, shape, stream, 0, [*first, *values[fixed:]])
 
 
 # Gradients.

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.steps import train
 from w2v.config import OptimizerConfig
-from w2v.distributed.exchange import Exchange
+from w2v.distributed.exchange import LocalExchange
 from w2v.kernels.batch import Batch, StepShape, StepState
 from w2v.kernels.cuda import CudaKernels
 from w2v.model.optim import RowOptimizer
@@ -109,7 +109,7 @@ def test_fused_steps_train_the_last_rows(name):
         first = rows - FEW
         tables = [make_table(rows, "cuda", seed, optimizer.states(DIM)) for seed in (1, 2)]
         kernels = CudaKernels(StepShape(rows, DIM, DTYPE, device))
-        exchange, state = Exchange(kernels, 1), StepState(device)
+        exchange, state = LocalExchange(kernels, 1), StepState(device)
         planning = torch.cuda.Stream(device)
         engine = Engine(tables)
         step = TrainingStep(*tables, kernels, engine, exchange, optimizer, state, planning)

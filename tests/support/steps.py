@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from w2v.config import ModelConfig
-from w2v.distributed.exchange import Exchange, RankExchange
+from w2v.distributed.exchange import LocalExchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
@@ -69,7 +69,7 @@ def make_step(
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     state = StepState(device)
     engine = make_engine(engine, tables, slots, uses_TV, device)
-    exchange = Exchange(kernels, steps_per_page)
+    exchange = LocalExchange(kernels, steps_per_page)
     if peers:
         memory = PeerMemory(ranks)
         assert not memory.obstacle(device)

@@ -1,19 +1,46 @@
-"""Arguments of launches, and importing CuPy from two threads."""
+"""Launches by name, from every call site, to a driver that reads them."""
 
+import ctypes
+import re
 import subprocess
 import sys
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.steps import make_tables, problem
+from tests.support.steps import make_tables, problem, with_tree
+from tests.support.structs import TYPES, as_structure
 from w2v.config import OptimizerConfig
-from w2v.kernels import launch
-from w2v.kernels.batch import Page, StepShape, StepState, Update, View
-from w2v.kernels.cuda import CudaKernels
+from w2v.kernels import cuda, cuda_cache, launch
+from w2v.kernels.batch import (
+    BatchSeed,
+    Counts,
+    Hyper,
+    IdsByRank,
+    Page,
+    Pool,
+    StepShape,
+    StepState,
+    TableGrads,
+    Update,
+    View,
+)
+from w2v.kernels.cuda import Bags, CudaKernels, TorchStepKernels
+from w2v.kernels.cuda_cache import PageRows, Span, Spans
+from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.model.optim import RowOptimizer
+from w2v.transfer.cache import ListedCache, MappedCache
+from w2v.transfer.links import MappedLink
 
 CPU = torch.device("cpu")
+ROWS, DIM = 40, 4
+KERNELS = {
+    (path.name, name)
+    for path in launch.SOURCES.glob("*.cu")
+    for name in re.findall(rf"{launch.GLOBAL}(\w+)\(", launch.source_text(path.name))
+}
 # `cupy.cuda` needs what CuPy sets before it imports it. As compiled modules do, it does not wait.
 CUPY = "import time; time.sleep(0.3); version = 13; import cupy.cuda"
 CUDA = "import sys, types; runtime = types.SimpleNamespace(**vars(sys.modules['cupy']))"
@@ -36,56 +63,358 @@ def test_a_thread_that_imports_cupy_meanwhile_is_waited_for(tmp_path):
     assert (done.stdout, done.stderr) == ("13\n", "")
 
 
+# The driver.
+
+
+class Launch(NamedTuple):
+    source: str
+    kernel: str
+    blocks: int
+    args: dict  # as the kernel sees them
+
+
+def read(members, address):
+    structure = as_structure(members).from_address(address)
+    return {member.name: getattr(structure, member.name) for member in members}
+
+
+def as_seen(parameter, value):
+    """Return what a kernel sees of an argument."""
+    values = value if parameter.fields else [value]
+    seen = {}
+    for member, part in zip(parameter.members, values, strict=True):
+        if member.dtype:
+            seen[member.name] = (part.data_ptr() or None) if part is not None else None
+        else:
+            seen[member.name] = TYPES[member.ctype](part).value
+    return seen
+
+
+def seen_in(parameters, addresses, source):
+    """Return what a kernel sees at the addresses of its parameters."""
+    args = {}
+    for (name, (members, _)), address in zip(parameters.items(), addresses, strict=True):
+        if members[0].ctype in launch.PACKED:
+            fields = read(launch.struct_members(source, members[0].ctype), address)
+            args |= {f"{name}.{field}": value for field, value in fields.items()}
+        else:
+            args |= read(members, address)
+    return args
+
+
 @pytest.fixture
 def launches(monkeypatch):
-    """Names and arguments of launched kernels, none of which is compiled."""
+    """Launches on a GPU that shares the CPU's memory; no kernel is compiled."""
     found = []
+    given = []
 
-    def launcher(kernel, _, first):
-        return lambda blocks, values, stream: found.append((kernel, [*first, *values]))
+    def compiled(device, source, kernel, **macros):
+        signature = launch.signature(source, kernel, macros.get("ELEMENT", 0))
 
-    monkeypatch.setattr(launch, "Launcher", launcher)
-    monkeypatch.setattr(launch, "_compiled", lambda device, source, kernel, **defines: (kernel, 0))
+        def driver(function, blocks, *others):
+            assert others[:7] == (1, 1, launch.THREADS, 1, 1, 0, 0) and others[8] == 0
+            addresses = (ctypes.c_void_p * len(signature)).from_address(others[7])
+            args = seen_in(signature, addresses, source)
+            for name, parameter in signature.items():
+                if parameter.members[0].ctype not in launch.PACKED:
+                    expected = as_seen(parameter, given[-1][name])
+                    assert expected == {key: args[key] for key in expected}
+            found.append(Launch(source, kernel, blocks, args))
+
+        return 7, driver
+
+    def called(kernel, blocks, **args):
+        given.append({**kernel._fixed, **args})
+        call(kernel, blocks, **args)
+
+    call = launch.Kernel.__call__
+    monkeypatch.setattr(launch.Kernel, "__call__", called)
+    monkeypatch.setattr(launch, "_compiled", compiled)
     monkeypatch.setattr(launch, "_processors", lambda: 1)
-    monkeypatch.setattr(launch._thread, "device", 0, raising=False)
-    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
-        monkeypatch.setattr(torch._C, name, lambda *device: 0, raising=False)
-    return found
+    monkeypatch.setattr(launch._thread, "device", -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    launch._bound_to.cache_clear()
+    # Pinned memory is memory.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("zeros", "empty"):
+        make = getattr(torch, name)
+
+        def unpinned(*size, _make=make, pin_memory=False, **how):
+            return _make(*size, **how)
+
+        monkeypatch.setattr(torch, name, unpinned)
+    yield found
+    launch._bound_to.cache_clear()
+
+
+# Call sites.
+
+
+def make_step(dtype=torch.float32, name="Adam", make=CudaKernels, ranks=1, **config):
+    """Return kernels, an update, a page and a state."""
+    optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.1, **config))
+    tables = make_tables(optimizer, ROWS, DIM, dtype=dtype)
+    shape = StepShape(ROWS, DIM, dtype, CPU, bool(optimizer.occurrence_cap), ranks)
+    slot_of_V = torch.zeros(ROWS, dtype=torch.int32)
+    inputs, outputs = (View(table.records_VR, slot_of_V) for table in tables)
+    return make(shape), Update(optimizer, tables, 0.1), Page(inputs, outputs), StepState(CPU)
+
+
+def random_batch(objective="skipgram"):
+    batch, weights_TVD = problem(0, 8, 2, 3, ROWS)
+    if "tree" in objective:
+        batch, _ = with_tree(batch, weights_TVD, alone=objective.startswith("tree"))
+    cbow, weighted = "cbow" in objective, 3 if "weighted" in objective else 0
+    changed = batch.objective._replace(cbow=cbow, weighted=weighted)
+    return batch._replace(objective=changed)
+
+
+def draw_text():
+    cdf_V = torch.linspace(0.1, 1, ROWS, dtype=torch.float64)
+    seeds = [BatchSeed(5, 2**64 - 1, 3), BatchSeed(6, 2)]
+    assert len(list(cuda.draw(seeds, (1, 5), 3, Pool(7, 4, True, 1, 2), cdf_V))) == 2
+    words_N, keep_V = torch.zeros(3000, dtype=torch.int32), torch.ones(ROWS)
+    for trained_S in (np.ones(2, bool), np.array([True, False])):
+        edges_S = np.array([0, 1000, 3000])
+        cuda.subsample(2**64 - 1, words_N, edges_S, keep_V, trained_S, 16, 100)
+
+
+def train(kernels, update, page, state, batch):
+    kernels.mark(batch, torch.zeros(2, ROWS, dtype=torch.bool))
+    grads = kernels.gradients(batch, page, kernels.unique_rows(batch), update.lr)
+    kernels.optimizer_step(update, page, grads, state)
+    return grads
+
+
+def exchange_rows():
+    kernels, update, page, state = make_step(make=CudaShardKernels, ranks=2, occurrence_cap=5)
+    batch = random_batch()
+    send_N, scratch_N, recv_N = torch.zeros(3, 2, dtype=torch.int32)
+    ids_M = torch.zeros(9, dtype=torch.int32)
+    requests = IdsByRank(ids_M, recv_N)
+    rows_U, _ = kernels.list_requests(batch, send_N, scratch_N, requests)
+    kernels.read_counts(requests, Counts(send_N, recv_N), torch.zeros(2, 2, dtype=torch.int32))
+    kernels.mark_requested(ids_M, torch.zeros(2, ROWS // 2, dtype=torch.bool))
+    owned = kernels.own(ids_M)
+    weights_MD = kernels.gather_weights(ids_M, page)
+    borrowed, borrowed_page = kernels.borrow(rows_U[:9], weights_MD, owned)
+    grads = kernels.gradients(batch, borrowed_page, borrowed, update.lr)
+    kernels.write_headers(grads, state.fault, send_N)
+    received = torch.zeros(9, DIM), torch.zeros(9, dtype=torch.int32)
+    kernels.collect(requests, received, owned, state.fault)
+    kernels.optimizer_step(update, page, owned, state)
+
+
+def read_peers(pages):
+    def make(shape):
+        return CudaPeerKernels(shape, (ROWS, ROWS), 2, pages)
+
+    kernels, update, page, state = make_step(make=make, ranks=2, occurrence_cap=5)
+    peer = kernels.shared(page)
+    addresses = [0 if part is None else part.data_ptr() for part in peer]
+    kernels.join(1, [addresses, addresses], page)
+    (slot,) = kernels.list_rows([random_batch()])
+    kernels.mark_owned(torch.zeros(2, ROWS // 2, dtype=torch.bool))
+    grads = kernels.gradients(random_batch(), page, kernels.borrow(slot), update.lr)
+    kernels.optimizer_step(update, page, kernels.find_gradients(grads, state.fault), state)
+
+
+def cache_rows():
+    optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
+    tables = make_tables(optimizer, ROWS, DIM)
+    marked = MappedCache(tables, 20, CPU)
+    marked.prefetch(torch.zeros(2, ROWS, dtype=torch.bool), torch.zeros(ROWS, dtype=torch.bool))
+    marked.page()
+    listed = ListedCache(tables[0], 20, CPU)
+    rows_U, known = torch.arange(5), torch.tensor([5, 0])
+    listed.prefetch(PageRows([rows_U], [(rows_U, None), (rows_U, known)]))
+    listed.wait()
+    listed.slots_of(rows_U)
+    listed.flush()
+
+
+def look_up():
+    spans = Spans.of([Span(ROWS, 3, (0, 40)), Span(9, None, (20, 60))], [], CPU)
+    readback = torch.zeros(cuda_cache.numbers_of(4), dtype=torch.int64)
+    ids_N = torch.arange(6)
+    cuda_cache.find_rows(ids_N, spans, 3, readback)
+    found = cuda_cache.find_rows(ids_N, spans, 3, readback, is_filled=True)
+    cuda_cache.find_rows(
+        ids_N, Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True
+    )
+    records_NR = torch.zeros(6, 32)
+    cuda.copy_repeated(found.places_N, found.last_N, records_NR)
+
+
+def use_bags(dtype):
+    optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
+    records_SR, places_N = torch.zeros(ROWS, 32, dtype=dtype), torch.arange(6)
+    slots_U = torch.zeros(ROWS, dtype=torch.int32)
+    bags = Bags(2, torch.tensor([0, 3]), is_mean=True)
+    for given in ((None, places_N), (slots_U, places_N), (slots_U, places_N, DIM, bags, 1)):
+        weight_ND = cuda.gather_bags(records_SR, *given[:2], DIM, *given[3:])
+    sums_UD = torch.zeros(6, DIM)
+    cuda.sum_gradients(weight_ND, places_N, sums_UD, bags, 1)
+    cuda.sum_gradients(
+        torch.zeros(1, 2, DIM).expand(2, 2, DIM), places_N, sums_UD, Bags(2, None, 1, False, 2)
+    )
+    for count in (None, torch.tensor(3)):
+        for slots in (None, slots_U):
+            args = slots, count, sums_UD, 0.1
+            cuda.step_rows(optimizer, (1.0, -1), 2**64 - 1, records_SR, *args)
+
+
+def test_every_kernel_gets_what_its_parameters_are(launches):
+    draw_text()
+    for objective in ("skipgram", "weighted", "cbow", "tree", "tree cbow", "both: tree"):
+        train(*make_step(), random_batch(objective))
+    for dtype in (torch.bfloat16, torch.float16):
+        train(*make_step(dtype, "AdamW", occurrence_cap=3), random_batch())
+        use_bags(dtype)
+    kernels, *_ = make_step(name="NAdam", make=TorchStepKernels)
+    assert kernels.unique_rows(random_batch()).inputs.rows_U.shape == (0,)
+    exchange_rows()
+    read_peers(pages=True)
+    read_peers(pages=False)
+    cache_rows()
+    look_up()
+    use_bags(torch.float32)
+    table = make_tables(RowOptimizer(OptimizerConfig(name="Adam", lr=0.1)), ROWS, DIM)[0]
+    for slots_U in (None, torch.arange(3)):
+        for move in (MappedLink().read, MappedLink().write):
+            move(table, torch.arange(3), torch.zeros(3, table.width), slots_U)
+    assert {(source, kernel) for source, kernel, *_ in launches} == KERNELS
 
 
 def test_bound_kernels_get_the_buffers_at_hand(launches):
-    rows, dim = 40, 4
-    optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
-    tables = make_tables(optimizer, rows, dim)
-    kernels, state = CudaKernels(StepShape(rows, dim, torch.float32, CPU)), StepState(CPU)
-    (small, _), (large, _) = (problem(0, centers, 2, 3, rows) for centers in (8, 30))
-    first, second = (
-        Page(*(View(table.records_VR.clone(), None) for table in tables)) for _ in range(2)
-    )
-    buffers = []
-    for batch, page, lr in ((small, first, 0.5), (small, first, 0.25), (small, second, 0.125)):
-        buffers.append(
-            check_step(launches, kernels, batch, page, Update(optimizer, tables, lr), state)
-        )
-    buffers.append(
-        check_step(launches, kernels, large, second, Update(optimizer, tables, 0.0), state)
-    )
-    assert buffers[0] == buffers[1] == buffers[2]
-    assert not buffers[2] & buffers[3], "the larger batch needs larger buffers"
+    kernels, update, first, state = make_step()
+    second = Page(View(first.inputs.records_SR.clone(), None), first.outputs)
+    small, large = (problem(0, centers, 2, 3, ROWS)[0] for centers in (4, 30))
+    used = []
+    for batch, page, lr in (
+        (small, first, 0.5),
+        (small, first, 0.25),
+        (small, second, 0.25),
+        (large, second, 0.25),
+    ):
+        state.step += 1
+        launches.clear()
+        grads = train(kernels, update._replace(lr=lr), page, state, batch)
+        _, unique, skipgram, step = (launched.args for launched in launches)
+        words, records = batch.words_n.data_ptr(), page.inputs.records_SR.data_ptr()
+        index, loss = grads.inputs.index_V.data_ptr(), grads.loss.data_ptr()
+        assert (unique["batch.words"], unique["inputs.index_V"]) == (words, index)
+        assert (skipgram["batch.words"], skipgram["input_grads.index_V"]) == (words, index)
+        assert skipgram["inputs.records_SR"] == step["inputs.records_SR"] == records
+        assert skipgram["loss"] == step["loss"] == loss and step["input_grads.index_V"] == index
+        assert (step["lr"], step["table_step"]) == (lr, state.step)
+        used.append(index)
+    assert used[0] == used[1] == used[2] != used[3], "the larger batch needs larger buffers"
 
 
-def check_step(launches, kernels, batch, page, update, state):
-    """Make a step; return the addresses of the buffers that its kernels got."""
-    state.step += 1
-    grads = kernels.gradients(batch, page, kernels.unique_rows(batch), update.lr)
-    kernels.optimizer_step(update, page, grads, state)
-    unique, skipgram, step = (set(args) for _, args in launches)
-    launches.clear()
-    text = {part.data_ptr() for part in (batch.words_n, batch.windows_B, batch.negatives_BK)}
-    records = {view.records_SR.data_ptr() for view in page}
-    buffers = {part.data_ptr() for table in grads[:2] for part in table}
-    loss = grads.loss.data_ptr()
-    assert text | buffers <= unique
-    assert text | buffers | records | {loss, grads.pairs.data_ptr()} <= skipgram
-    assert buffers | records | {loss, update.lr, float(state.step)} <= step
-    return buffers
+# Names, types and places.
+
+
+@pytest.fixture
+def mark_rows(launches):
+    return launch.kernel("cache.cu", "mark_rows")
+
+
+def mark_rows_args(**changes):
+    args = {"rows": torch.arange(4), "count": 4, "known": None}
+    return args | {"words": torch.zeros(1, dtype=torch.int32)} | changes
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"row": torch.arange(4)}, "mark_rows of cache.cu has no parameter row"),
+        ({"rows": torch.arange(4).int()}, "rows is long long[*], not a tensor of torch.int32"),
+        ({"rows": torch.arange(8)[::2]}, r"rows .* strides \(2,\)"),
+        ({"rows": None}, "rows is long long[*], not None"),
+        ({"rows": 2**40}, "rows is long long[*], not 1099511627776"),
+        ({"count": torch.tensor(4)}, "count is long long, not 4"),
+        ({"count": None}, "count is long long, not None"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_names_types_and_places_are_refused(mark_rows, changes, message):
+    mark_rows(1, **mark_rows_args())
+    with pytest.raises(TypeError, match=message):
+        mark_rows(1, **mark_rows_args(**changes))
+    with pytest.raises(TypeError, match=message):
+        mark_rows.bind(**changes)
+
+
+@pytest.mark.parametrize("count", [2**63, 0.5, "4"])
+def test_numbers_that_a_parameter_cannot_hold_are_refused(mark_rows, count):
+    with pytest.raises(ValueError, match="mark_rows of cache.cu: count is long long, not"):
+        mark_rows(1, **mark_rows_args(count=count))
+
+
+def test_missing_and_doubled_arguments_are_refused(mark_rows):
+    args = mark_rows_args()
+    bound = mark_rows.bind(count=args.pop("count"))
+    bound(1, **args)
+    with pytest.raises(TypeError, match="mark_rows of cache.cu got count twice"):
+        bound(1, **args, count=4)
+    with pytest.raises(TypeError, match="mark_rows of cache.cu lacks count"):
+        mark_rows(1, **args)
+
+
+def test_structs_are_named_tuples_with_the_fields_in_order(launches):
+    names = ["index_V", "rows_U", "grad_UD", "pairs_U", "row_count"]
+    kernel = launch.kernel("shard.cu", "own", RANKS=1, HEADER_ROWS=1, ELEMENT=0, WIDE=4)
+    other = NamedTuple("Other", [(name, object) for name in reversed(names)])
+    for wrong in (other(*[None] * 5), (None,) * 5, None):
+        with pytest.raises(TypeError, match="own of shard.cu: a struct has the fields"):
+            kernel.bind(inputs=wrong)
+    assert kernel.bind(inputs=TableGrads(*[None] * 5))
+
+
+def test_a_packed_struct_is_of_its_own_type(launches):
+    span = Spans.of([Span(ROWS, 3, (0,))], [], CPU).on_device
+    args = cuda_cache.LookUp(span, 1, 1, 4, span)
+    launch.kernel("cache.cu", "mark_ids").bind(look_up=launch.packed("cache.cu", "LookUp", args))
+    kernel = launch.kernel("unique.cu", "mark", WINDOW=1, TARGETS=2, PATHS=0)
+    for wrong in (launch.packed("cache.cu", "LookUp", args), args, bytes(80)):
+        with pytest.raises(TypeError, match="mark of unique.cu: batch is Batch, not"):
+            kernel.bind(batch=wrong)
+    with pytest.raises(TypeError, match="LookUp: numbers is Numbers[*], not a tensor of"):
+        launch.packed("cache.cu", "LookUp", args._replace(numbers=span.float()))
+
+
+def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):
+    args = mark_rows_args(count=3)
+    for names in (list(args), sorted(args), list(args)):
+        mark_rows(5, **{name: args[name] for name in names})
+    assert launches[0] == launches[1] == launches[2] and launches[0].args["count"] == 3
+
+
+def test_elements_are_those_of_the_macro(launches):
+    for dtype, element in launch.ELEMENTS.items():
+        kernel = launch.kernel("rows.cu", "gather_bags", ELEMENT=element)
+        kernel.bind(records=torch.zeros(1, dtype=dtype))
+        with pytest.raises(TypeError, match=r"records is Element\*"):
+            kernel.bind(records=torch.zeros(1, dtype=torch.float64))
+
+
+def test_memory_of_the_cpu_is_refused_but_where_a_kernel_takes_it(launches, monkeypatch):
+    on_cpu = torch.arange(4)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+    launch.kernel("cache.cu", "place_ids").bind(readback=on_cpu)
+    with pytest.raises(TypeError, match="ids is .* on cpu"):
+        launch.kernel("cache.cu", "place_ids").bind(ids=on_cpu)
+
+
+def test_a_kernel_is_launched_on_the_gpu_of_its_arguments(mark_rows, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    with pytest.raises(RuntimeError, match="mark_rows is bound to GPU -1, not 1"):
+        mark_rows(1, **mark_rows_args())
+
+
+def test_hyperparameters_are_in_the_order_of_the_struct():
+    members = launch.struct_members("optim.cu", "Hyper")
+    assert tuple(member.name for member in members) == Hyper._fields

@@ -588,4 +588,4 @@ def test_lists_for_peers_have_room_for_the_pool_of_a_batch():
         shape=StepShape(1_000, 8, torch.float32, CPU, world_size=2),
         is_hosted=False,
     )
-    assert make_peer_kernels(planned, None, 1).window.rows_out.shape[1] == 20 + 32
+    assert make_peer_kernels(planned, None, 1)._rows_out.shape[1] == 20 + 32

@@ -19,10 +19,11 @@ with headers; N ranks, K batches of a page.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,71 +34,95 @@ from w2v.kernels.batch import (
     Batch,
     Counts,
     Grads,
+    IdsByRank,
     Page,
-    Requests,
     StepShape,
     StepState,
     zeros_by_step,
 )
 
+Rows = TypeVar("Rows")  # what an exchange knows of a batch's rows
 
-class PlannedBatch(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch(Generic[Rows]):
     """A batch whose page is planned."""
 
     batch: Batch
-    rows: Any = None  # `Grads` or, with several ranks, a `Route`; None: the step finds its rows
+    rows: Rows
+
+
+class Exchange(ABC, Generic[Rows]):
+    """Plans pages, and exchanges weights and gradients with other ranks."""
+
+    def start(self, batches: Iterator[Batch]) -> None:
+        """List the rows of the first pages of an epoch, on the planning stream."""
+
+    @abstractmethod
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Rows]]:
+        """Return the next page's batches; an empty list at the end."""
+
+    def list_following(self, batches: Iterator[Batch]) -> None:
+        """List the rows of the page after the one that `next_page` returned."""
+
+    @abstractmethod
+    def mark(self, page: list[PlannedBatch[Rows]], marks_TV: Tensor) -> None:
+        """Set the marks of this rank's rows that the page touches on any rank."""
+
+    @abstractmethod
+    def borrow(self, planned: PlannedBatch[Rows], page: Page) -> tuple[Grads, Page]:
+        """Return zero gradients of a batch's rows, and a page with their weights."""
+
+    @abstractmethod
+    def reduce(self, grads: Grads) -> Grads:
+        """Return the gradients of this rank's own rows, summed over all ranks."""
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Bytes of rows that have gone to other ranks so far."""
 
 
 @dataclass(eq=False)
-class Exchange:
-    """Plans pages, and exchanges weights and gradients with other ranks.
+class LocalExchange(Exchange[Grads | None]):
+    """Exchange of one process, which owns every row.
 
-    This is the exchange of one process, which owns every row.
+    Rows of a batch are None where the step finds them.
     """
 
     kernels: Kernels
     batches_per_page: int
 
-    def start(self, batches: Iterator[Batch]) -> None:
-        """List the rows of the first pages of an epoch, on the planning stream."""
-
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        """Return the next page's batches; an empty list at the end."""
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Grads | None]]:
         page = islice(batches, self.batches_per_page)
         if not self.kernels.plans_rows:
-            return [PlannedBatch(batch) for batch in page]
+            return [PlannedBatch(batch, None) for batch in page]
         return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
 
-    def list_following(self, batches: Iterator[Batch]) -> None:
-        """List the rows of the page after the one that `next_page` returned."""
-
-    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
-        """Set the marks of this rank's rows that the page touches on any rank."""
-        for batch, rows in page:
-            if rows is None:
-                self.kernels.mark(batch, marks_TV)
+    def mark(self, page: list[PlannedBatch[Grads | None]], marks_TV: Tensor) -> None:
+        for planned in page:
+            if planned.rows is None:
+                self.kernels.mark(planned.batch, marks_TV)
                 continue
-            for marks_V, grads in zip(marks_TV, rows[:2], strict=True):
-                marks_V.index_fill_(0, grads.rows_U.long(), True)
+            for marks_V, grads in zip(marks_TV, planned.rows[:2], strict=True):
+                marks_V.index_fill_(0, grads.unique_rows().long(), True)
 
-    def borrow(self, rows: Any, page: Page) -> tuple[Any, Page]:
-        """Return zero gradients of the rows, and a page with their weights."""
-        return rows, page
+    def borrow(self, planned: PlannedBatch[Grads | None], page: Page) -> tuple[Grads, Page]:
+        if planned.rows is None:
+            return self.kernels.unique_rows(planned.batch), page
+        return planned.rows, page
 
     def reduce(self, grads: Grads) -> Grads:
-        """Return the gradients of this rank's own rows, summed over all ranks."""
         return grads
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of rows that have gone to other ranks so far."""
         return 0
 
 
-class ListedBatch(NamedTuple):
-    """A batch and its rows by owner, from `ShardKernels.list_requests`."""
+class OwnerLists(NamedTuple):
+    """A batch's rows by owner, from `ShardKernels.list_requests`."""
 
-    batch: Any  # a Batch; None in the page before the first
     rows_U: Tensor
     ids_U: Tensor
     counts: Counts
@@ -113,20 +138,23 @@ class Route(NamedTuple):
     counts: Counts
 
     @property
-    def received(self) -> Requests:
+    def received(self) -> IdsByRank:
         """The ids of `ids_M`, with their counts on the device."""
-        return Requests(self.ids_M, self.counts.recv_N)
+        return IdsByRank(self.ids_M, self.counts.recv_N)
 
 
 @dataclass(eq=False)
-class RankExchange(Exchange):
+class RankExchange(Exchange[Route]):
     """Exchange of several ranks, by all-to-all; all make the same calls."""
 
     kernels: ShardKernels
+    batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     ranks: Ranks
     shape: StepShape  # of the whole tables
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
+    _route: Route = field(init=False)  # of the current batch
+    _owned: Grads = field(init=False)  # this rank's rows that are requested for it
 
     def __post_init__(self) -> None:
         # Counts of the next page in CPU memory, which have arrived after the event `_counts_known`.
@@ -136,10 +164,11 @@ class RankExchange(Exchange):
         self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
         self._counts_known: torch.cuda.Event | None = None
         self._zeros = zeros_by_step(self.shape.device, *[(torch.int32, (self.ranks.size,))] * 3)
-        self._page: list[ListedBatch] = []  # the page that `next_page` returns
-        self._page_after: list[ListedBatch] = []
-        self._route: Route | None = None  # of the current batch
-        self._owned: Grads | None = None  # this rank's rows that are requested for it
+        # The page that `next_page` returns, and the page after it.
+        self._batches: list[Batch] = []
+        self._batches_after: list[Batch] = []
+        self._lists: list[OwnerLists] = []
+        self._lists_after: list[OwnerLists] = []
 
     def start(self, batches: Iterator[Batch]) -> None:
         # An empty page comes first: the headers of its ids carry the counts of the first real page.
@@ -149,58 +178,64 @@ class RankExchange(Exchange):
         device, size = self.shape.device, self.ranks.size
         counts_N = torch.full((size,), headers, dtype=torch.int32, device=device)
         no_rows_U = torch.full((size * headers,), -1, device=device)
-        self._page = [
-            ListedBatch(None, no_rows_U, no_rows_U.int(), Counts(counts_N, counts_N))
-            for _ in range(self.batches_per_page)
+        counts = Counts(counts_N, counts_N)
+        self._lists = [
+            OwnerLists(no_rows_U, no_rows_U.int(), counts) for _ in range(self.batches_per_page)
         ]
         self.list_following(batches)
-        self.next_page(batches)  # sends these headers
+        self._send_ids()
         self.list_following(batches)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        page = self._page
-        if not page:
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Route]]:
+        page = self._batches
+        routes = self._send_ids()
+        return [PlannedBatch(batch, route) for batch, route in zip(page, routes, strict=True)]
+
+    def _send_ids(self) -> list[Route]:
+        """Exchange the ids of a page, and go on to the next."""
+        lists = self._lists
+        if not lists:
             return []
         if self._counts_known:
             self._counts_known.synchronize()
-        send_KN, recv_KN = zip(*self._host_K2N[: len(page)].tolist(), strict=True)
+        send_KN, recv_KN = zip(*self._host_K2N[: len(lists)].tolist(), strict=True)
         # Lists have room for more rows; only now does the CPU know how many they have.
-        ids_KU = [listed.ids_U[: sum(send)] for listed, send in zip(page, send_KN, strict=True)]
+        ids_KU = [listed.ids_U[: sum(send)] for listed, send in zip(lists, send_KN, strict=True)]
         # A process group of its own: ids need not wait for the weights and gradients of steps.
         requested = self.ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
         routes = [
             Route(listed.rows_U[: sum(send)], send, ids_M, recv, listed.counts)
-            for listed, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
+            for listed, send, ids_M, recv in zip(lists, send_KN, requested, recv_KN, strict=True)
         ]
         # The headers of these ids carry the counts of the page after this one. The last page of an
         # epoch may have fewer batches.
-        for route, listed, host_2N in zip(routes, self._page_after, self._host_K2N, strict=False):
+        for route, listed, host_2N in zip(routes, self._lists_after, self._host_K2N, strict=False):
             self.kernels.read_counts(route.received, listed.counts, host_2N)
         self._counts_known = self.planning.record_event() if self.planning else None
-        self._page = self._page_after
-        return [PlannedBatch(batch, route) for (batch, *_), route in zip(page, routes, strict=True)]
+        self._batches, self._lists = self._batches_after, self._lists_after
+        return routes
 
     def list_following(self, batches: Iterator[Batch]) -> None:
-        drawn = list(islice(batches, self.batches_per_page))
-        self._page_after = []
+        self._batches_after = list(islice(batches, self.batches_per_page))
+        self._lists_after = []
         # The last page of an epoch may have fewer batches.
-        for batch, listed in zip(drawn, self._page, strict=False):
+        for batch, listed in zip(self._batches_after, self._lists, strict=False):
             send_N, recv_N, scratch_N = next(self._zeros)
-            before = Requests(listed.ids_U, listed.counts.send_N)
-            lists = self.kernels.list_requests(batch, send_N, scratch_N, before)
-            self._page_after.append(ListedBatch(batch, *lists, Counts(send_N, recv_N)))
+            before = IdsByRank(listed.ids_U, listed.counts.send_N)
+            rows_U, ids_U = self.kernels.list_requests(batch, send_N, scratch_N, before)
+            self._lists_after.append(OwnerLists(rows_U, ids_U, Counts(send_N, recv_N)))
 
-    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch[Route]], marks_TV: Tensor) -> None:
         for planned in page:
             self.kernels.mark_requested(planned.rows.ids_M, marks_TV)
 
-    def borrow(self, rows: Route, page: Page) -> tuple[Grads, Page]:
-        self._route = rows
-        self._owned = self.kernels.own(rows.ids_M)
-        weights_MD = self.kernels.gather_weights(rows.ids_M, page)
+    def borrow(self, planned: PlannedBatch[Route], page: Page) -> tuple[Grads, Page]:
+        self._route = route = planned.rows
+        self._owned = self.kernels.own(route.ids_M)
+        weights_MD = self.kernels.gather_weights(route.ids_M, page)
         # Weights go back to where ids came from: send and recv are exchanged.
-        weights_UD = self.ranks.all_to_all(weights_MD, rows.recv, rows.send)
-        return self.kernels.borrow(rows.rows_U, weights_UD, self._owned)
+        weights_UD = self.ranks.all_to_all(weights_MD, route.recv, route.send)
+        return self.kernels.borrow(route.rows_U, weights_UD, self._owned)
 
     def reduce(self, grads: Grads) -> Grads:
         route, owned = self._route, self._owned

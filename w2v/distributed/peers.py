@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -34,28 +34,32 @@ from w2v.system.files import one_line
 
 
 @dataclass(eq=False)
-class PeerExchange(Exchange):
-    """Exchange of ranks on GPUs of one host."""
+class PeerExchange(Exchange[int]):
+    """Exchange of ranks on GPUs of one host.
+
+    What it knows of a batch's rows is a slot of `CudaPeerKernels`.
+    """
 
     kernels: CudaPeerKernels
+    batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     memory: InitVar[PeerMemory]
     page: InitVar[Page]  # the records of all pages
 
     def __post_init__(self, memory: PeerMemory, page: Page) -> None:
-        records = *page.inputs, *page.outputs, *self.kernels.window
-        self.kernels.join(memory.rank, memory.addresses(*records), page)
+        addresses = memory.addresses(self.kernels.shared(page))
+        self.kernels.join(memory.rank, addresses, page)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[int]]:
         page = list(islice(batches, self.batches_per_page))
         slots = self.kernels.list_rows(page)
         return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
 
-    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch[int]], marks_TV: Tensor) -> None:
         self.kernels.mark_owned(marks_TV)
 
-    def borrow(self, rows: int, page: Page) -> tuple[Grads, Page]:
-        return self.kernels.borrow(rows), page
+    def borrow(self, planned: PlannedBatch[int], page: Page) -> tuple[Grads, Page]:
+        return self.kernels.borrow(planned.rows), page
 
     def reduce(self, grads: Grads) -> Grads:
         return self.kernels.find_gradients(grads, self.state.fault)
@@ -89,12 +93,12 @@ class PeerMemory:
         if obstacle := next(filter(None, ranks.all_gather(own)), ""):
             return obstacle
         try:
-            self.addresses(torch.zeros(1, device=device))
+            self.addresses([torch.zeros(1, device=device)])
         except OSError as error:
             return str(error)
         return ""
 
-    def addresses(self, *tensors: Tensor | None) -> list[list[int]]:
+    def addresses(self, tensors: Iterable[Tensor | None]) -> list[list[int]]:
         """Return where this process finds the tensors of each rank; 0 for None.
 
         They are used until all ranks have stopped to exchange rows. Raises `OSError` if CUDA cannot

@@ -17,8 +17,8 @@ from w2v.kernels.batch import (
     Counts,
     Draw,
     Grads,
+    IdsByRank,
     Page,
-    Requests,
     StepState,
     Subsample,
     Update,
@@ -77,7 +77,7 @@ class ShardKernels(Kernels, Protocol):
     """
 
     def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
+        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
     ) -> tuple[Tensor, Tensor]:
         """List the batch's rows by owner, as rows and as ids.
 
@@ -86,7 +86,7 @@ class ShardKernels(Kernels, Protocol):
         int64 with -1 for a header, and ids, int32.
         """
 
-    def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
+    def read_counts(self, received: IdsByRank, following: Counts, host_2N: Tensor) -> None:
         """Read from headers how many ids each rank sends a page later.
 
         Sets `following.recv_N`, and copies both counts to `host_2N`, pinned, for the CPU.
@@ -108,7 +108,7 @@ class ShardKernels(Kernels, Protocol):
         """Write loss, pairs and fault into the headers of the gradients."""
 
     def collect(
-        self, received: Requests, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
+        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
         """Add the received gradients; sum loss and pairs; join the faults.
 

@@ -72,7 +72,7 @@ class Lookahead(NamedTuple):
 
     @property
     def soon_V(self) -> Tensor:
-        """Whether the text has the word again; such rows are evicted last."""
+        """Return which words the text repeats; their rows are evicted last."""
         return self.last_piece_V >= self.next
 
 
@@ -205,7 +205,7 @@ class Page(NamedTuple):
 class TableGrads(NamedTuple):
     """Unique rows of one table that a batch touches, with a gradient for each.
 
-    Buffers may be longer than the number of unique rows, `row_count`.
+    Buffers may be longer than the number of unique rows, `row_count`; without it they are not.
     """
 
     index_V: Tensor  # int32, where each touched row is among the unique ones
@@ -213,6 +213,14 @@ class TableGrads(NamedTuple):
     grad_UD: Tensor
     pairs_U: Tensor | None  # int32, how many pairs each gradient sums, where they are counted
     row_count: Tensor | None  # int64 scalar on the device
+
+    def unique_rows(self) -> Tensor:
+        """Return the rows without the rest of the buffer; wait for the device."""
+        if self.rows_U is None:
+            raise ValueError("rows borrowed from other ranks are not listed by table")
+        if self.row_count is None:
+            return self.rows_U
+        return self.rows_U[: int(self.row_count)]
 
 
 class Grads(NamedTuple):
@@ -235,8 +243,8 @@ class Counts(NamedTuple):
     recv_N: Tensor  # known once the ids of the page before have arrived
 
 
-class Requests(NamedTuple):
-    """Ids of requested rows, grouped by rank."""
+class IdsByRank(NamedTuple):
+    """Ids of requested rows, those of rank 0 first."""
 
     ids_M: Tensor  # int32
     count_N: Tensor  # int32, how many of them each rank has

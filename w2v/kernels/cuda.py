@@ -8,11 +8,11 @@ Shapes: B centers, K negatives, V rows of a table, U unique rows, D dimensions, 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from w2v.kernels.batch import (
     Batch,
     BatchSeed,
     Grads,
-    Objective,
+    Hyper,
     OptimizerLike,
     Page,
     Pool,
@@ -32,21 +32,40 @@ from w2v.kernels.batch import (
     StepState,
     TableGrads,
     Update,
+    View,
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.launch import THREADS, Kernel, blocks_for, launch
+from w2v.kernels.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel, packed
 from w2v.system.random import signed
 
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
 SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
 # Dimensions of CBOW: a row and a count in the 48 KiB of shared memory that a block has by itself.
 MOST_CBOW_DIM = 12_287
 DRAWN_AT_ONCE = 1 << 19  # centers
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
-NO_PLACES = None, None, None, 0  # PLACES of optim.cu, with RANKS = 0
 # Enough for the link; more would let one direction starve the other, and be slower.
 READ_BLOCKS, WRITE_BLOCKS = 64, 48
+INPUT_FAULT = 2  # bit of FAULTS; that of the output table is the next
+
+
+def packed_batch(batch: Batch) -> bytes:
+    """Return a batch for launches."""
+    tree = batch.objective.tree
+    begin_V, nodes_P, codes_P, _ = tree or (None, None, None, 0)
+    args = c_struct("batch.cuh", "Batch")(
+        words=batch.words_n,
+        sentences=batch.sentences_n,
+        length=batch.words_n.shape[0],
+        first=batch.first,
+        centers=batch.windows_B.shape[0],
+        windows=batch.windows_B,
+        negatives=batch.negatives_BK,
+        path_begin=begin_V,
+        nodes=nodes_P,
+        codes=codes_P,
+    )
+    return packed("batch.cuh", "Batch", args)
 
 
 def draw(
@@ -56,17 +75,30 @@ def draw(
     device = cdf_V.device
     at_once = max(1, DRAWN_AT_ONCE // max((seed.centers for seed in seeds), default=1))
     for first in range(0, len(seeds), at_once):
-        sizes, *keys = zip(*seeds[first : first + at_once], strict=True)
+        drawn = seeds[first : first + at_once]
+        sizes = [seed.centers for seed in drawn]
+        keys = [signed(seed.key) for seed in drawn] + [signed(seed.pool_key) for seed in drawn]
         centers = sum(sizes)
         windows_B = torch.empty(centers, dtype=torch.int32, device=device)
         negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=device)
         # From pinned memory, as copies from other memory wait for the GPU.
-        numbers = torch.tensor([0, *accumulate(sizes), *map(signed, chain(*keys))], device="cpu")
-        of_batches = numbers.pin_memory().to(device, non_blocking=True)
-        edges, of_keys = of_batches.split([len(sizes) + 1, 2 * len(sizes)])
-        given = edges, of_keys, len(sizes), negatives, *widths, *pool
-        drawn = cdf_V, cdf_V.shape[0], windows_B, negatives_BK
-        launch("draw.cu", "draw", {}, blocks_for(centers * (1 + negatives)), *given, *drawn)
+        edges = itertools.accumulate(sizes, initial=0)
+        numbers = torch.tensor([*edges, *keys], device="cpu").pin_memory()
+        edges_N, keys_N = numbers.to(device, non_blocking=True).split([1 + len(sizes), len(keys)])
+        kernel("draw.cu", "draw")(
+            blocks_for(centers * (1 + negatives)),
+            edges=edges_N,
+            keys=keys_N,
+            batches=len(sizes),
+            count=negatives,
+            lowest=widths[0],
+            widest=widths[1],
+            pool=pool,
+            cdf=cdf_V,
+            entries=cdf_V.shape[0],
+            windows=windows_B,
+            negatives=negatives_BK,
+        )
         yield from zip(windows_B.split(sizes), negatives_BK.split(sizes), strict=True)
 
 
@@ -86,14 +118,35 @@ def subsample(
     stretches = -(-count // WARP_WORDS)
     kept = torch.empty(stretches, WARP_WORDS // 32, dtype=torch.int32, device=device)
     counts = torch.zeros(stretches + 2, dtype=torch.int32, device=device)
-    text = words_N, count, edges, len(trained_S)
-    blocks, done = max(1, -(-32 * stretches // THREADS)), counts[stretches + 1 :]
-    bits = kept, counts, stretches
-    launch("draw.cu", "choose_kept", {}, blocks, signed(key), *text, keep_V, trained, *bits, done)
+    sentences = len(trained_S)
+    text = c_struct("draw.cu", "Text")(
+        words=words_N, length=count, edges=edges, sentences=sentences
+    )
+    blocks = max(1, -(-32 * stretches // THREADS))
+    kernel("draw.cu", "choose_kept")(
+        blocks,
+        key=key,
+        text=text,
+        keep=keep_V,
+        trained=trained,
+        kept=kept,
+        counts=counts,
+        stretches=stretches,
+        done=counts[stretches + 1 :],
+    )
     size = int(counts[stretches])  # waits for the device
     words_n, sentences_n = torch.empty(2, size, dtype=torch.int32, device=device).unbind()
-    order = block_words, max(1, -(-size // batch_size))
-    launch("draw.cu", "list_kept", {}, blocks, *text, *bits, *order, words_n, sentences_n)
+    kernel("draw.cu", "list_kept")(
+        blocks,
+        text=text,
+        kept=kept,
+        counts=counts,
+        stretches=stretches,
+        block_words=block_words,
+        batches=max(1, -(-size // batch_size)),
+        kept_words=words_n,
+        kept_sentences=sentences_n,
+    )
     return words_n, sentences_n
 
 
@@ -103,17 +156,23 @@ class CudaKernels(Kernels):
     plans_rows = False  # batches share one set of buffers, which is free after the optimizer's step
     draw = staticmethod(draw)
     subsample = staticmethod(subsample)
+    _peers = 0  # ranks that read each other's memory
 
     def __init__(self, shape: StepShape):
         self.shape = shape
+        self._borrowed = c_struct("gradients.cu", "Borrowed")(inputs=0, outputs=0, me=0)
+        self._places = no_places()
         self._rows: tuple[TableGrads, TableGrads] | None = None
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
         self._bound: dict[Hashable, tuple[tuple, Kernel]] = {}
+        self._batch: tuple[Batch, bytes] | None = None  # the last one that was launched
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
-        marks = marks_TV.unbind()
-        launch("unique.cu", "mark", _macros(batch), _blocks(batch), *_text(batch), *marks)
+        inputs_V, outputs_V = marks_TV.unbind()
+        _list_kernel("mark", batch)(
+            _blocks(batch), batch=self._packed(batch), input_marks=inputs_V, output_marks=outputs_V
+        )
 
     def unique_rows(self, batch: Batch) -> Grads:
         self._rows = with_room(self._rows, max_batch_rows(batch), self.shape.rows, self.shape)
@@ -122,83 +181,114 @@ class CudaKernels(Kernels):
 
     def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
         cbow, mean, tree, weighted = batch.objective
-        if tree and not (tree.depth or _word_targets(batch)):  # one word, which nothing predicts
+        targets = _word_targets(batch)
+        if tree and not (tree.depth or targets):  # one word, which nothing predicts
             mask_BC = reference.expand(batch).context_mask_BC
             return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
+        inputs, outputs = page
 
         def bind() -> Kernel:
-            ranks, borrowed = self._borrowed_at()
-            macros = _macros(batch) | {
-                "DIM": self.shape.dim,
-                "ELEMENT": ELEMENTS[page.inputs.records_SR.dtype],
-                "COUNTED": int(self.shape.count_pairs),
-                "CBOW": int(cbow),
-                "MEAN": int(mean),
-                "RANKS": ranks,
-                "WEIGHTED": weighted,
-            }
-            inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
-            first = *inputs, *outputs, page.inputs.records_SR.shape[1], *borrowed
-            return Kernel("gradients.cu", "cbow" if cbow else "skipgram", macros, *first)
+            launch = kernel(
+                "gradients.cu",
+                "cbow" if cbow else "skipgram",
+                WINDOW=batch.window,
+                TARGETS=targets,
+                PATHS=int(tree is not None),
+                DIM=self.shape.dim,
+                ELEMENT=ELEMENTS[inputs.records_SR.dtype],
+                COUNTED=int(self.shape.count_pairs),
+                MEAN=int(mean),
+                RANKS=max(1, self._peers),
+                WEIGHTED=weighted,
+                CBOW=int(cbow),
+            )
+            return launch.bind(
+                inputs=inputs,
+                input_grads=rows.inputs,
+                outputs=outputs,
+                output_grads=rows.outputs,
+                row_width=inputs.records_SR.shape[1],
+                borrowed=self._borrowed,
+            )
 
-        kernel = self._bind("gradients", (*_form(batch), *page, *rows[:2]), bind)
+        form = batch.window, targets, batch.objective
+        what = *form, inputs, outputs, rows.inputs, rows.outputs
+        launch = self._bind("gradients", what, bind)
         blocks = blocks_for(32 * batch.windows_B.shape[0])
-        kernel(blocks, *_text(batch), rows.loss, rows.pairs)
+        launch(blocks, batch=self._packed(batch), loss=rows.loss, pairs=rows.pairs)
         return rows
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
-        optimizer, tables, lr = update
+        optimizer, (input_table, output_table), lr = update
         # Both tables count their steps, and count alike: the kernel needs one number.
-        (step, step_column), _ = map(optimizer.count_step, tables)
+        step, step_column = optimizer.count_step(input_table)
+        optimizer.count_step(output_table)
+        inputs, outputs = page
 
         def bind() -> Kernel:
-            ranks, places = self._places_read()
-            views = *page.inputs, *grads.inputs, *page.outputs, *grads.outputs
-            record = page.inputs.records_SR.shape[1], self.shape.dim, step_column
-            # 2 is the fault bit of the input table; the output table has the next.
-            counters = state.rows_updated, state.fault, 2, self._done
-            constants = optimizer.occurrence_cap, *optimizer.hyper(lr)[1:]
-            macros = _step_macros(optimizer, page.inputs.records_SR.dtype, self.shape.dim, ranks)
-            args = *views, *record, *constants, *places, *counters
-            return Kernel("optim.cu", "step", macros, *args)
+            form = optimizer.formula, optimizer.state_count, inputs.records_SR.dtype
+            launch = _step_kernel(*form, self.shape.dim, self._peers)
+            return launch.bind(
+                inputs=inputs,
+                input_grads=grads.inputs,
+                outputs=outputs,
+                output_grads=grads.outputs,
+                row_width=inputs.records_SR.shape[1],
+                dim=self.shape.dim,
+                step_column=step_column,
+                cap=optimizer.occurrence_cap,
+                hyper=optimizer.hyper(lr),
+                places=self._places,
+                stepped=state.rows_updated,
+                fault=state.fault,
+                bit=INPUT_FAULT,
+                done=self._done,
+            )
 
-        kernel = self._bind("step", (optimizer, state, *page, *grads[:2]), bind)
+        what = optimizer, state, inputs, outputs, grads.inputs, grads.outputs
+        launch = self._bind("step", what, bind)
         # An upper bound: the number of rows is known on the device alone.
-        rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
-        seeds = [signed(table.next_rounding_seed()) for table in tables]
-        counted = grads.loss, state.step << FAULT_BITS
-        kernel(blocks_for(32 * rows), float(lr), step, *seeds, *counted)
+        most = grads.inputs.grad_UD.shape[0] + grads.outputs.grad_UD.shape[0]
+        launch(
+            blocks_for(32 * most),
+            lr=lr,
+            table_step=step,
+            seed_in=input_table.next_rounding_seed(),
+            seed_out=output_table.next_rounding_seed(),
+            loss=grads.loss,
+            this_step=state.step << FAULT_BITS,
+        )
 
     def _list_unique(
         self, batch: Batch, rows: tuple[TableGrads, TableGrads], slot: int = 0
     ) -> None:
         """List the unique rows of a batch, in the buffers of a slot."""
+        inputs, outputs = rows
 
         def bind() -> Kernel:
-            return Kernel("unique.cu", "unique_rows", _macros(batch), *rows[0], *rows[1])
+            return _list_kernel("unique_rows", batch).bind(inputs=inputs, outputs=outputs)
 
-        kernel = self._bind(slot, (*_form(batch), *rows), bind)
-        kernel(_blocks(batch), *_text(batch))
+        form = batch.window, _word_targets(batch), batch.objective
+        launch = self._bind(slot, (*form, inputs, outputs), bind)
+        launch(_blocks(batch), batch=self._packed(batch))
+
+    def _packed(self, batch: Batch) -> bytes:
+        """Return a batch for kernels; two launches of a step share it."""
+        if self._batch is None or self._batch[0] is not batch:
+            self._batch = batch, packed_batch(batch)
+        return self._batch[1]
 
     def _with_sums(self, rows: tuple[TableGrads, TableGrads]) -> Grads:
         """Return buffers with the sums of a step, which are zero."""
         loss, pairs = next(self._sums)
-        return Grads(*rows, loss, pairs)
+        return Grads(rows[0], rows[1], loss, pairs)
 
     def _bind(self, use: Hashable, what: tuple, bind: Callable[[], Kernel]) -> Kernel:
-        """Return the kernel of a use, bound anew if it was for other objects."""
+        """Return the launcher of a use, bound anew if it was for other objects."""
         bound = self._bound.get(use)
         if bound is None or not all(map(operator.is_, bound[0], what)):
             bound = self._bound[use] = what, bind()
         return bound[1]
-
-    def _borrowed_at(self) -> tuple[int, tuple[int, int, int]]:
-        """Return RANKS, borrowed_in, borrowed_out and me of gradients.cu."""
-        return 1, (0, 0, 0)
-
-    def _places_read(self) -> tuple[int, Sequence[Tensor | int | None]]:
-        """Return RANKS and PLACES of optim.cu: where gradients are read."""
-        return 0, NO_PLACES
 
 
 class TorchStepKernels(CudaKernels):
@@ -211,17 +301,16 @@ class TorchStepKernels(CudaKernels):
         # Lists of their own, as the batches before may still be on their way.
         lists = with_room(None, max_batch_rows(batch), shape.rows, shape, dim=0)
         find_unique_rows(batch, lists)
-        found = self._with_sums(lists)
-
-        def zero_grads(table: TableGrads) -> TableGrads:
-            rows_U = table.rows_U[: int(table.row_count)]
-            grad_UD = torch.zeros(len(rows_U), shape.dim, device=shape.device)
-            return table._replace(rows_U=rows_U, grad_UD=grad_UD, pairs_U=torch.zeros_like(rows_U))
-
-        return found._replace(inputs=zero_grads(found.inputs), outputs=zero_grads(found.outputs))
+        inputs, outputs = map(self._zero_grads, lists)
+        return self._with_sums((inputs, outputs))
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         reference.ReferenceKernels(self.shape).optimizer_step(update, page, grads, state)
+
+    def _zero_grads(self, table: TableGrads) -> TableGrads:
+        rows_U = table.unique_rows()
+        grad_UD = torch.zeros(rows_U.shape[0], self.shape.dim, device=self.shape.device)
+        return table._replace(rows_U=rows_U, grad_UD=grad_UD, pairs_U=torch.zeros_like(rows_U))
 
 
 def move_records(
@@ -233,22 +322,26 @@ def move_records(
 ) -> None:
     """Copy records[slots[u]] = table[rows[u]], or back.
 
-    Without slots, u is the slot. The table may be in pinned CPU memory. Rows and slots are int64 on
-    the GPU, inside their bounds; rows are unique, and best sorted; negative ones are skipped. A
-    record is a multiple of 16 bytes.
+    Without slots, u is the slot. The table may be in pinned CPU memory. Rows and slots are inside
+    their bounds; rows are unique, and best sorted; negative ones are skipped. A record is a
+    multiple of 16 bytes.
     """
     assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
-    assert table_VR.stride(1) == 1 and records_SR.is_contiguous()
-    for ids in (rows_U, slots_U):
-        assert ids is None or (ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cuda)
+    assert table_VR.stride(1) == 1
     itemsize, count = table_VR.element_size(), len(rows_U)
     assert table_VR.shape[1] * itemsize % 16 == 0
-    width = table_VR.shape[1] * itemsize // 16
-    stride = table_VR.stride(0) * itemsize // 16
     if count:
-        where = table_VR, stride, rows_U, records_SR, slots_U, count, width, to_table
-        blocks = WRITE_BLOCKS if to_table else READ_BLOCKS
-        launch("rows.cu", "move_records", {}, blocks, *where)
+        kernel("rows.cu", "move_records")(
+            WRITE_BLOCKS if to_table else READ_BLOCKS,
+            table=table_VR,
+            stride=table_VR.stride(0) * itemsize // 16,
+            rows=rows_U,
+            records=records_SR,
+            slots=slots_U,
+            count=count,
+            width=table_VR.shape[1] * itemsize // 16,
+            to_table=to_table,
+        )
 
 
 def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:
@@ -257,8 +350,14 @@ def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:
     A record is a multiple of 16 bytes.
     """
     count, width = places_N.shape[0], records_NR.shape[1] * records_NR.element_size() // 16
-    where = places_N, last_U, count, records_NR, width
-    launch("rows.cu", "copy_repeated", {}, blocks_for(32 * count), *where)
+    kernel("rows.cu", "copy_repeated")(
+        blocks_for(32 * count),
+        places=places_N,
+        last=last_U,
+        count=count,
+        records=records_NR,
+        width=width,
+    )
 
 
 class Bags(NamedTuple):
@@ -275,13 +374,20 @@ class Bags(NamedTuple):
     is_mean: bool = False
     tables: int = 1
 
-    def of(self, places_N: Tensor, padding: int | None) -> tuple:
-        """Return the number of all bags and the parameters BAGS of rows.cu."""
-        given = 0 if self.begins is None else self.begins.shape[0]
-        left_out = -1 if padding is None else padding
-        ids = places_N, places_N.shape[0] // self.tables
-        rules = self.begins, given, self.size, self.number, left_out, self.is_mean
-        return self.tables * self.number, *ids, *rules
+    def args(self, places_N: Tensor, padding: int | None) -> Any:
+        """Return the bags as struct Bags; padding: the place that is left out."""
+        begins = self.begins
+        return c_struct("rows.cu", "Bags")(
+            places=places_N,
+            length=places_N.shape[0] // self.tables,
+            begins=begins,
+            given=0 if begins is None else begins.shape[0],
+            size=self.size,
+            bags=self.number,
+            all=self.tables * self.number,
+            padding=-1 if padding is None else padding,
+            mean=self.is_mean,
+        )
 
 
 def gather_bags(
@@ -293,12 +399,17 @@ def gather_bags(
     padding: int | None = None,  # the place that is left out of bags
 ) -> Tensor:
     """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
-    which = (bags or Bags(places_N.shape[0])).of(places_N, padding)
-    weight_ND = torch.empty(which[0], dim, device=records_SR.device)
-    macros: dict[str, int | str] = {"ELEMENT": ELEMENTS[records_SR.dtype]}
-    records = records_SR, records_SR.shape[1], slots_U
-    blocks = blocks_for(32 * which[0])
-    launch("rows.cu", "gather_bags", macros, blocks, *records, *which, dim, weight_ND)
+    args = (bags or Bags(places_N.shape[0])).args(places_N, padding)
+    weight_ND = torch.empty(args.all, dim, device=records_SR.device)
+    kernel("rows.cu", "gather_bags", ELEMENT=ELEMENTS[records_SR.dtype])(
+        blocks_for(32 * args.all),
+        records=records_SR,
+        row_width=records_SR.shape[1],
+        slots=slots_U,
+        bags=args,
+        dim=dim,
+        sums=weight_ND,
+    )
     return weight_ND
 
 
@@ -311,11 +422,18 @@ def sum_gradients(
 ) -> None:
     """Add gradients of ids or bags to the sums, by place, in no fixed order."""
     *counts, dim = grads.shape
-    strides = grads.stride() if len(counts) > 1 else (bags.number * dim if bags else 0, dim, 1)
-    given = (bags or Bags(counts[0])).of(places_N, padding)
-    blocks = blocks_for(32 * math.prod(counts))
-    args = grads, *strides[:2], *given, dim, sums_UD
-    launch("rows.cu", "add_gradients", {}, blocks, *args)
+    table_stride, bag_stride = (bags.number * dim if bags else 0), dim
+    if len(counts) > 1:
+        table_stride, bag_stride, _ = grads.stride()
+    kernel("rows.cu", "add_gradients")(
+        blocks_for(32 * math.prod(counts)),
+        grads=grads,
+        table_stride=table_stride,
+        bag_stride=bag_stride,
+        bags=(bags or Bags(counts[0])).args(places_N, padding),
+        dim=dim,
+        sums=sums_UD,
+    )
 
 
 def step_rows(
@@ -338,19 +456,68 @@ def step_rows(
         slots_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
-    # The arguments of `CudaKernels.optimizer_step`, for one table.
-    no_rows, stepped, loss, faults = _zeros(device)
-    # The kernel gets slots in place of rows, and no slot of each row.
-    inputs = records_SR, None, None, slots_U, grad_UD, None, count
-    outputs = None, None, None, None, None, None, no_rows
-    record = records_SR.shape[1], dim, step_column
-    # A fault would be the sum of this step and a bit, both 0. The loss has the bits of a double 0.
-    counters = stepped, faults, 0, None
-    hyper = optimizer.hyper(lr)
-    args = *inputs, *outputs, *record, 0, *hyper[1:], *NO_PLACES, *counters, hyper.lr, step
-    macros = _step_macros(optimizer, records_SR.dtype, dim, ranks=0)
-    of_step = signed(seed), 0, loss, 0
-    launch("optim.cu", "step", macros, blocks_for(32 * rows), *args, *of_step)
+    launch = _step_of_one_table(
+        optimizer.formula,
+        optimizer.state_count,
+        optimizer.hyper(0.0),
+        records_SR.dtype,
+        device,
+        dim,
+        step_column,
+    )
+    launch(
+        blocks_for(32 * rows),
+        inputs=View(records_SR, None),
+        # The kernel gets slots in place of rows, and no slot of each row.
+        input_grads=slot_grads(slots_U, grad_UD, count),
+        row_width=records_SR.shape[1],
+        lr=lr,
+        table_step=step,
+        seed_in=seed,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _step_of_one_table(
+    formula: str,
+    states: int,
+    hyper: Hyper,
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int,
+    step_column: int,
+) -> Kernel:
+    """Return a step whose output table has no rows."""
+    no_rows, stepped, fault = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    return _step_kernel(formula, states, dtype, dim, ranks=0).bind(
+        outputs=View(torch.empty(1, dtype=dtype, device=device), None),
+        output_grads=slot_grads(None, None, no_rows),
+        dim=dim,
+        step_column=step_column,
+        cap=0,
+        hyper=hyper,
+        places=no_places(),
+        stepped=stepped,
+        # A fault would be the sum of this step and a bit, both 0.
+        fault=fault,
+        bit=0,
+        done=None,
+        seed_out=0,
+        loss=torch.zeros((), dtype=torch.float64, device=device),
+        this_step=0,
+    )
+
+
+def slot_grads(slots_U: Tensor | None, grad_UD: Tensor | None, count: Tensor) -> Any:
+    """Return gradients of rows that no index finds, as struct TableGrads."""
+    grads = c_struct("unique.cuh", "TableGrads")
+    return grads(index_V=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count)
+
+
+def no_places() -> Any:
+    """Return struct Places of a process whose gradients no other one has."""
+    places = c_struct("unique.cuh", "Places")
+    return places(peers=None, places_in=None, places_out=None, room=0)
 
 
 @functools.lru_cache(maxsize=4)
@@ -359,30 +526,14 @@ def _numbers(device: torch.device, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-@functools.cache
-def _zeros(device: torch.device) -> tuple[Tensor, ...]:
-    return torch.zeros(4, dtype=torch.int64, device=device).unbind()
-
-
-def _step_macros(
-    optimizer: OptimizerLike, dtype: torch.dtype, dim: int, ranks: int
-) -> dict[str, int | str]:
-    return {
-        "STEP": optimizer.formula,
-        "STATES": optimizer.state_count,
-        "ELEMENT": ELEMENTS[dtype],
-        "WIDE": 1 if dim % 4 else 4,
-        "RANKS": ranks,
-    }
-
-
 def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
     """List the unique rows that the batch touches, in buffers.
 
     Before, indices are -1 and counts 0.
     """
-    lists = *rows[0], *rows[1]
-    launch("unique.cu", "unique_rows", _macros(batch), _blocks(batch), *lists, *_text(batch))
+    inputs, outputs = rows
+    launch = _list_kernel("unique_rows", batch)
+    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=packed_batch(batch))
 
 
 def with_room(
@@ -394,7 +545,7 @@ def with_room(
 ) -> tuple[TableGrads, TableGrads]:
     """Return buffers for that many unique rows: those given, if they fit."""
     most = min(table_rows, most[0]), min(table_rows, most[1])
-    if rows and all(table.rows_U.shape[0] >= n for table, n in zip(rows, most, strict=True)):
+    if rows and all(table.grad_UD.shape[0] >= n for table, n in zip(rows, most, strict=True)):
         return rows
     dim = shape.dim if dim is None else dim
 
@@ -408,14 +559,23 @@ def with_room(
     return buffers(most[0]), buffers(most[1])
 
 
-def _form(batch: Batch) -> tuple[int, int, Objective]:
-    """Return what kernels are compiled for, equal for a sampler's batches."""
-    return batch.window, batch.negatives_BK.shape[1], batch.objective
-
-
-def _macros(batch: Batch) -> dict[str, int | str]:
+def _list_kernel(name: str, batch: Batch) -> Kernel:
+    """Return a kernel of unique.cu for batches such as this one."""
     paths = int(batch.objective.tree is not None)
-    return {"WINDOW": batch.window, "TARGETS": _word_targets(batch), "PATHS": paths}
+    targets = _word_targets(batch)
+    return kernel("unique.cu", name, WINDOW=batch.window, TARGETS=targets, PATHS=paths)
+
+
+def _step_kernel(formula: str, states: int, dtype: torch.dtype, dim: int, ranks: int) -> Kernel:
+    return kernel(
+        "optim.cu",
+        "step",
+        STEP=formula,
+        STATES=states,
+        ELEMENT=ELEMENTS[dtype],
+        WIDE=1 if dim % 4 else 4,
+        RANKS=ranks,
+    )
 
 
 def _word_targets(batch: Batch) -> int:
@@ -425,14 +585,6 @@ def _word_targets(batch: Batch) -> int:
 
 
 def _blocks(batch: Batch) -> int:
+    """Return the blocks for the rows that a batch touches, repeats included."""
     centers = batch.windows_B.shape[0]
     return blocks_for(centers * (_word_targets(batch) + 2) + 2 * batch.window)
-
-
-def _text(batch: Batch) -> tuple[Tensor | int | None, ...]:
-    """Return the parameters BATCH of batch.cuh."""
-    words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
-    text = words_n, sentences_n, words_n.shape[0], first
-    tree = batch.objective.tree
-    path = tree[:3] if tree else (None, None, None)
-    return *text, windows_B.shape[0], windows_B, negatives_BK, *path

@@ -1,6 +1,7 @@
 """Moves of a row cache, planned and made on the GPU (cache.cu, rows.cu).
 
-Rows are counted through all T tables, t * V + v. Shapes: S slots, N = T * V rows, W words of bits.
+Rows are counted through all T tables, t * V + v. Shapes: S slots, A = T * V rows, W words of bits,
+N ids.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from w2v.kernels.launch import THREADS, blocks_for, launch
+from w2v.kernels.launch import THREADS, blocks_for, c_struct, kernel, packed
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # As in cache.cu: bits of a row's number of uses, the limit at which all numbers are halved, and the
@@ -26,27 +27,32 @@ LISTED_WORDS = 1 << 16  # words of bits that `cached_rows` expands at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
 # for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures).
 EXCHANGE_BLOCKS = 16
+Rows, RowCounts, SlotMap, Wanted, PlanSlots, LookUp = (
+    c_struct("cache.cu", name)
+    for name in ("Rows", "RowCounts", "SlotMap", "Wanted", "PlanSlots", "LookUp")
+)
+NOTHING = Wanted(marks=None, used_soon=None, rows=0, uses=None, is_counted=False, halve=False)
 
 
 class Moves(NamedTuple):
-    """Rows that enter the cache and rows that leave it, on the GPU.
+    """Lists of rows to load and to evict, on the GPU.
 
-    numbers: int64: how many rows enter, and how many of them go to unused slots, which are first in
-    the list; the others take the slots of the evicted rows, in order.
+    plan: int64: the number of loaded rows, and how many of them get unused slots, which are first
+    in the list; the others get the slots of the evicted rows, in order.
     """
 
-    entering: Tensor  # int32
+    loaded: Tensor  # int32
     evicted: Tensor  # int32
-    slots: Tensor  # int32, of the entering rows
-    numbers: Tensor
+    slots: Tensor  # int32, of the loaded rows
+    plan: Tensor
 
 
 class PageRows(NamedTuple):
     """Rows of one table that a page needs, in lists.
 
-    soon: rows that pages after it need, which are evicted last: pairs of a list and None, or of a
-    buffer with rows at its front and `FoundRows.known`, which says how many. is_counted: whether
-    the page adds 1 to the number of uses of its rows.
+    soon: rows of later pages, which are evicted last: pairs of a list and None, or of a buffer and
+    `FoundRows.known`, the number of rows at its front. is_counted: whether the page adds 1 to the
+    number of uses of its rows.
     """
 
     lists: Sequence[Tensor]  # int64
@@ -67,9 +73,12 @@ class MovePlanner(ABC):
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
+        slot_of_TV: The slot of each row, if there is such an array.
         notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
             and rows that were refused since no slot is left at all.
     """
+
+    slot_of_TV: Tensor | None = None
 
     def __init__(self, slots: int, rows: int, bits: int, device: torch.device):
         self._capacity, self._rows, self._device = slots, rows, device
@@ -78,8 +87,11 @@ class MovePlanner(ABC):
         # Bits by place in the order: rows that two plans want, cached rows, rows evicted last.
         self._bits = torch.zeros(bits, words, dtype=torch.int32, device=device)
         *self._wanted, self._cached_W, self._late_W = self._bits[:4]
-        counts = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
-        self._counts = *counts, self._warps
+        shape = 3, self._warps + 1
+        misses, first, last = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+        self._counts = RowCounts(
+            misses=misses, evict_first=first, evict_last=last, stretches=self._warps
+        )
         self._done = torch.zeros((), dtype=torch.int32, device=device)
         self.counters = torch.tensor([0, 0, 0, 0, 1], device=device)
         numbers = torch.zeros(2, 6, dtype=torch.int64, device=device)
@@ -103,34 +115,50 @@ class MovePlanner(ABC):
         """
 
     def _launch(
-        self,
-        number: int,
-        in_use: int,
-        marks: tuple[Tensor | int | None, ...],  # from marks to `halve`, as cache.cu has them
-        order_N: Tensor | None,
-        slot_map: tuple[Tensor | None, ...],  # from slot_of to new_slots
+        self, number: int, in_use: int, page: Any, order_A: Tensor | None, slots: Any
     ) -> None:
         is_final = in_use == number
-        previous = None if is_final else self._wanted[in_use % 2]
-        wanted_W, next_W = self._wanted[number % 2], self._wanted[(number + 1) % 2]
-        bits = wanted_W, previous, self._cached_W, self._late_W
-        *lists, numbers = self.moves[number % 2]
-        found = self._done, self.counters, numbers, self._notices[number % 2]
+        rows = Rows(
+            wanted=self._wanted[number % 2],
+            in_use=None if is_final else self._wanted[in_use % 2],
+            cached=self._cached_W,
+            late=self._late_W,
+        )
+        moves = self.moves[number % 2]
         blocks = -(-32 * self._warps // THREADS)
-        counted = *self._counts, self._capacity, is_final, *found
-        launch("cache.cu", "survey", {}, blocks, *bits, *marks, order_N, self._rows, *counted)
-        listed = numbers, *lists, next_W
-        launch("cache.cu", "list", {}, blocks, *bits, order_N, *self._counts, *slot_map, *listed)
+        kernel("cache.cu", "survey")(
+            blocks,
+            all=rows,
+            page=page,
+            order=order_A,
+            count=self._rows,
+            counts=self._counts,
+            slots=self._capacity,
+            final=is_final,
+            done=self._done,
+            totals=self.counters,
+            plan=moves.plan,
+            notice=self._notices[number % 2],
+        )
+        kernel("cache.cu", "list")(
+            blocks,
+            all=rows,
+            order=order_A,
+            counts=self._counts,
+            rows=slots,
+            moves=moves,
+            next_wanted=self._wanted[(number + 1) % 2],
+        )
 
     def _make_room(self, number: int, wanted: int) -> None:
         """Have lists of a plan for so many wanted rows."""
         moves = self.moves[number % 2]
         room = min(self._capacity, wanted)
-        if moves.entering.shape[0] < room:
+        if moves.loaded.shape[0] < room:
             torch.cuda.synchronize()  # moves on another stream may read the lists that go
             room = min(self._capacity, self._rows, room + room // 8)
             lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
-            self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.numbers)
+            self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.plan)
 
 
 class MarkPlanner(MovePlanner):
@@ -139,13 +167,14 @@ class MarkPlanner(MovePlanner):
     Args:
         slots: Capacity of the cache in rows.
         slot_of_TV: The slot of each row, which `exchange_records` keeps current.
-        order_N: int32, rows by falling expected use.
+        order_A: int32, rows by falling expected use.
     """
 
-    def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor):
+    def __init__(self, slots: int, slot_of_TV: Tensor, order_A: Tensor):
         super().__init__(slots, slot_of_TV.numel(), 4, slot_of_TV.device)
-        self._slot_of_TV = slot_of_TV
-        self._order_N = order_N
+        self.slot_of_TV = slot_of_TV
+        self._table_rows = slot_of_TV.shape[1]
+        self._order_A = order_A
 
     def plan(
         self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
@@ -153,8 +182,9 @@ class MarkPlanner(MovePlanner):
         assert not isinstance(page, PageRows), "rows are marked"
         if page is not None:
             self._make_room(number, self._rows)
-        marks = page, soon_V, self._slot_of_TV.shape[1], None, False, False
-        self._launch(number, in_use, marks, self._order_N, (self._slot_of_TV, None, None, None))
+        wanted = NOTHING._replace(marks=page, used_soon=soon_V, rows=self._table_rows)
+        slots = PlanSlots(slot_of=self.slot_of_TV, before=None, old_slots=None, new_slots=None)
+        self._launch(number, in_use, wanted, self._order_A, slots)
 
 
 class ListPlanner(MovePlanner):
@@ -177,29 +207,37 @@ class ListPlanner(MovePlanner):
     def plan(
         self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
     ) -> None:
-        uses: tuple[Tensor | None, bool, bool] = None, False, False
+        wanted = NOTHING
         if page is not None:
             assert isinstance(page, PageRows) and soon_V is None, "rows are in lists"
             self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
             for rows_U in page.lists:
                 self._mark(rows_U, None, self._wanted[number % 2])
-            for rows_N, known in page.soon:
-                self._mark(rows_N, known, self._late_W)
-            uses = self._uses, page.is_counted, number % AGE == 0
+            for soon_U, known in page.soon:
+                self._mark(soon_U, known, self._late_W)
+            is_old = number % AGE == 0
+            wanted = NOTHING._replace(uses=self._uses, is_counted=page.is_counted, halve=is_old)
         self._old_slots, self._slots = self._slots, self._old_slots
-        of_rows = self._before, self._old_slots, self._slots
-        self._launch(number, in_use, (None, None, 0, *uses), None, (None, *of_rows))
+        slots = PlanSlots(
+            slot_of=None, before=self._before, old_slots=self._old_slots, new_slots=self._slots
+        )
+        self._launch(number, in_use, wanted, None, slots)
         moves = self.moves[number % 2]
-        entering = moves.numbers, moves.entering, moves.slots
-        blocks = blocks_for(moves.entering.shape[0])
-        launch("cache.cu", "fill_slots", {}, blocks, *self._slot_map, *entering)
+        blocks = blocks_for(moves.loaded.shape[0])
+        kernel("cache.cu", "fill_slots")(blocks, map=self._slot_map, moves=moves)
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
         """Return the slots of rows, int32; S for rows that are not cached."""
         count = rows_U.shape[0]
         slots_U = torch.empty(count, dtype=torch.int32, device=self._device)
-        asked = rows_U, count, self._capacity, slots_U
-        launch("cache.cu", "find_slots", {}, blocks_for(count), *self._slot_map, *asked)
+        kernel("cache.cu", "find_slots")(
+            blocks_for(count),
+            map=self._slot_map,
+            rows=rows_U,
+            count=count,
+            none=self._capacity,
+            found=slots_U,
+        )
         return slots_U
 
     def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -214,14 +252,14 @@ class ListPlanner(MovePlanner):
             yield rows_U, slots_U.long()
 
     @property
-    def _slot_map(self) -> tuple[Tensor, ...]:
-        return self._cached_W, self._before, self._slots
+    def _slot_map(self) -> Any:
+        return SlotMap(cached=self._cached_W, before=self._before, slots=self._slots)
 
     def _mark(self, rows_U: Tensor, known: Tensor | None, words_W: Tensor) -> None:
         """Set the bits of rows."""
         count = rows_U.shape[0]
-        marked = rows_U, count, known, words_W
-        launch("cache.cu", "mark_rows", {}, blocks_for(count), *marked)
+        launch = kernel("cache.cu", "mark_rows")
+        launch(blocks_for(count), rows=rows_U, count=count, known=known, words=words_W)
 
 
 class Span(NamedTuple):
@@ -293,28 +331,42 @@ def find_rows(
     With `is_filled`, -1 stands behind the rows, and alone if an id is no row; and the last id of
     each row is found. With `are_rows`, ids are rows of one rank, of all tables in any order.
     """
-    ids, parts, device = ids_N.shape[0], spans.on_device.shape[0], ids_N.device
+    assert spans.ranks == 1 or not are_rows, "rows of one rank"
+    ids, device = ids_N.shape[0], ids_N.device
     word_blocks = -(-spans.words // THREADS)
-    numbers, words = numbers_of(parts), word_blocks * THREADS
+    words = word_blocks * THREADS
     # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
-    # unless `last_N` is a part of `zeros`.
-    filled = ids if is_filled else 0
-    zeros = torch.zeros(numbers + words // 2 + 1 + filled, dtype=torch.int64, device=device)
+    # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
+    size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
+    numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
     kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
     places_N, rows_N, known = kept.split([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
-    last_N = zeros[len(zeros) - ids :] if is_filled else None
-    bits, counts = zeros.data_ptr() + 8 * numbers, before_W.data_ptr() + 4 * words
-    given = ids_N, ids
-    tables = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
+    rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
+    ranks = 0 if are_rows else spans.ranks
+    args = LookUp(
+        spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
+    )
+    look_up = packed("cache.cu", "LookUp", args)
     blocks = blocks_for(ids)
-    launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits)
-    launch("cache.cu", "count_ids", {}, word_blocks, bits, counts, bits + 4 * words, zeros)
-    listed = before_W, rows_N, narrow_N
-    launch("cache.cu", "list_ids", {}, word_blocks, bits, counts, *tables, *listed)
-    placed = before_W, places_N, readback, known, rows_N if is_filled else None, last_N
-    launch("cache.cu", "place_ids", {}, blocks, *given, bits, *tables, *placed)
+    kernel("cache.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
+    kernel("cache.cu", "count_ids")(word_blocks, look_up=look_up, before=before_W)
+    kernel("cache.cu", "list_ids")(
+        word_blocks, look_up=look_up, before=before_W, unique=rows_N, narrow=narrow_N
+    )
+    kernel("cache.cu", "place_ids")(
+        blocks,
+        ids=ids_N,
+        count=ids,
+        look_up=look_up,
+        before=before_W,
+        places=places_N,
+        readback=readback,
+        known=known,
+        rest=rest_N,
+        last=last_N,
+    )
     return FoundRows(places_N, rows_N, narrow_N, known, last_N)
 
 
@@ -327,9 +379,16 @@ def exchange_records(
     slot_of_TV: Tensor | None = None,  # kept current, if given
     no_slot: int = 0,  # of rows that are not cached
 ) -> None:
-    """Write evicted records back, and read the entering ones."""
+    """Write evicted records back, and load others into their slots."""
     itemsize = records_SR.element_size()
-    width, row_stride = records_SR.shape[1] * itemsize // 16, stride * itemsize // 16
-    records = addresses_T, rows, row_stride, records_SR, width
-    slots = slot_of_TV, no_slot
-    launch("rows.cu", "exchange", {}, EXCHANGE_BLOCKS, *records, *moves, *slots)
+    kernel("rows.cu", "exchange")(
+        EXCHANGE_BLOCKS,
+        tables=addresses_T,
+        rows=rows,
+        stride=stride * itemsize // 16,
+        records=records_SR,
+        width=records_SR.shape[1] * itemsize // 16,
+        moves=moves,
+        slot_of=slot_of_TV,
+        none=no_slot,
+    )

@@ -1,91 +1,345 @@
-"""Compile the sources in cu/ by CuPy on first use, and launch them."""
+"""Compile the kernels in cu/ by CuPy, and launch them by name.
+
+The parameters of a kernel are read from its signature in the source. A launch gives each by its
+name; a NamedTuple with the fields of a C struct is passed as that struct.
+"""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import hashlib
+import re
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from w2v.system.files import kernel_folder, remove_damaged
-
 SOURCES = Path(__file__).parent / "cu"
 THREADS = 256  # of a block
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ELEMENT of element.cuh
+MARKS = {"OPTIONAL", "STRIDED", "HOST"}  # of pointers, see common.cuh
+# By C type: the format in `struct`, and the dtype of tensors that a pointer takes. Unsigned
+# integers are in signed tensors, as torch has few operations on unsigned ones.
+TYPES = {
+    "bool": ("?", torch.bool),
+    "int": ("i", torch.int32),
+    "unsigned": ("I", torch.int32),
+    "long long": ("q", torch.int64),
+    "unsigned long long": ("Q", torch.int64),
+    "float": ("f", torch.float32),
+    "double": ("d", torch.float64),
+    "unsigned char": ("B", torch.uint8),
+}
+KNOWN = 4096  # addresses of tensors that are remembered for a pointer
+PACKED = {"Batch", "LookUp"}  # structs of several launches, which take what `packed` returns
+GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
+
+Argument = Tensor | float | tuple[Any, ...] | bytes | None  # a tuple: a NamedTuple
+
+
+class Member(NamedTuple):
+    """A number or pointer that a kernel takes, alone or in a struct."""
+
+    name: str
+    ctype: str
+    code: str  # format in `struct`; "" for a struct
+    dtype: torch.dtype | str | None  # of a pointer's tensor, or "any"; None: a number
+    marks: set[str]
+
+    def takes(self, kind: type) -> bool:
+        """Return whether values of this type may be given."""
+        if self.ctype in PACKED:
+            return kind is _packed_type(self.ctype)
+        if self.dtype is None:  # `struct` checks numbers
+            return kind not in (Tensor, type(None))
+        return kind is Tensor or (kind is type(None) and "OPTIONAL" in self.marks)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a kernel: a struct, or one member."""
+
+    members: list[Member]
+    fields: tuple[str, ...] | None = None  # names of a struct's members
+
+
+@functools.cache
+def source_text(source: str) -> str:
+    """Return a file of cu/ with its headers, without comments."""
+    text = re.sub("//.*", "", (SOURCES / source).read_text())
+    return re.sub('#include "(.*)"', lambda match: source_text(match[1]), text)
+
+
+@functools.cache
+def signature(source: str, kernel: str, element: int = 0) -> dict[str, Parameter]:
+    """Return the parameters of a kernel by name; element: its macro ELEMENT."""
+    (declarations,) = re.findall(rf"{GLOBAL}{kernel}\(([^)]*)\)", source_text(source))
+    parameters = {}
+    for declaration in declarations.split(","):
+        (member,) = _declared(declaration, element)
+        parameters[member.name] = Parameter([member])
+        if member.ctype in PACKED:
+            size = _fields(source, member.ctype, torch._C._cuda_getDevice()).size
+            parameters[member.name] = Parameter([member._replace(code=f"{size}s")])
+        elif not member.code:
+            members = struct_members(source, member.ctype, element)
+            named = [field._replace(name=f"{member.name}.{field.name}") for field in members]
+            fields = tuple(field.name for field in members)
+            parameters[member.name] = Parameter(named, fields)
+    return parameters
+
+
+def struct_members(source: str, name: str, element: int = 0) -> list[Member]:
+    """Return the data members of a struct, which come before its functions."""
+    pattern = rf"struct {name} {{(.*?)(?:__device__|}};)"
+    (body,) = set(re.findall(pattern, source_text(source), re.DOTALL))
+    *declarations, _ = body.split(";")
+    return [member for text in declarations for member in _declared(text, element)]
+
+
+@functools.cache
+def c_struct(source: str, name: str) -> Any:
+    """Return the type of NamedTuples that are passed as a struct."""
+    make: Any = collections.namedtuple  # the fields are known only here
+    return make(name, [member.name for member in struct_members(source, name)])
+
+
+def _declared(declaration: str, element: int) -> Iterator[Member]:
+    """Yield the members of a C declaration."""
+    words = re.findall(r"\w+|\*", declaration.partition(",")[0])
+    ctype = " ".join(word for word in words[:-1] if word not in {"const", "*"} | MARKS)
+    # Structs in memory consist of 8-byte numbers.
+    code, pointed = TYPES.get(ctype, ("", torch.int64))
+    for declarator in declaration.split(","):
+        stars = "*" * declarator.count("*")
+        dtype: torch.dtype | str | None = None
+        if stars:
+            code, dtype = "P", pointed
+        if stars == "*" and ctype == "Element":
+            dtype = list(ELEMENTS)[element]
+        elif stars == "*" and ctype in ("float4", "void"):
+            dtype = "any"
+        elif stars == "**":  # addresses
+            dtype = torch.int64
+        name = re.findall(r"\w+", declarator)[-1]
+        yield Member(name, ctype + stars, code, dtype, MARKS.intersection(words))
+
+
+class Plan(NamedTuple):
+    """How to pack values of these types."""
+
+    types: tuple[type, ...] = ()
+    tensors: Sequence[int] = ()  # where they are
+    nulls: Sequence[int] = ()
+
+
+class Arguments:
+    """Checks arguments of a kernel, and packs them as C lays them out.
+
+    Attributes:
+        begins: Where each parameter begins, in bytes.
+        size: A multiple of 8 bytes.
+    """
+
+    def __init__(self, kernel: str, device: int, parameters: Mapping[str, Parameter]):
+        self._kernel = kernel
+        self._device = device
+        self._members = [member for one in parameters.values() for member in one.members]
+        # Of each pointer: the addresses of tensors that have been checked.
+        self._known: list[set[int]] = [set() for _ in self._members]
+        self._plans: dict[tuple[type, ...], Plan] = {}
+        self._plan = Plan()  # the last one
+        self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
+        self._structs.reverse()  # `pack_into` replaces each by its fields
+        self.begins: dict[str, int] = {}
+        layout = "@0q"  # 0q: to a multiple of 8 bytes
+        for name, one in parameters.items():
+            self.begins[name] = struct.calcsize(layout)
+            layout += "".join(member.code for member in one.members) + "0q"
+        self._layout = struct.Struct(layout)
+        self.size = self._layout.size
+
+    def pack_into(self, memory: Any, start: int, values: Iterable[Argument]) -> None:
+        """Check the values of all parameters, in order, and write them.
+
+        Every launch does, so there are few operations for each value: a tensor is checked when its
+        address is new.
+        """
+        flat: list[Any] = list(values)
+        for n, fields in self._structs:
+            if getattr(flat[n], "_fields", None) != fields:
+                raise TypeError(f"{self._kernel}: a struct has the fields {fields}, not {flat[n]}")
+            flat[n : n + 1] = flat[n]
+        types, plan = tuple(map(type, flat)), self._plan
+        if types != plan.types:
+            plan = self._plan = self._plans.get(types) or self._new_plan(types, flat)
+        for n in plan.tensors:
+            address = flat[n].data_ptr()
+            if address not in self._known[n]:
+                self._check(n, flat[n])
+            flat[n] = address
+        for n in plan.nulls:
+            flat[n] = 0
+        try:
+            self._layout.pack_into(memory, start, *flat)
+        except (struct.error, OverflowError):
+            for n, member in enumerate(self._members):
+                try:
+                    struct.pack(member.code, flat[n])
+                except (struct.error, OverflowError) as error:
+                    raise ValueError(self._refusal(n, flat[n])) from error
+            raise
+
+    def _new_plan(self, types: tuple[type, ...], values: list[Any]) -> Plan:
+        for n, (member, kind) in enumerate(zip(self._members, types, strict=True)):
+            if not member.takes(kind):
+                raise TypeError(self._refusal(n, values[n]))
+        tensors = [n for n, kind in enumerate(types) if kind is Tensor]
+        nulls = [n for n, kind in enumerate(types) if kind is type(None)]
+        plan = self._plans[types] = Plan(types, tensors, nulls)
+        return plan
+
+    def _check(self, n: int, tensor: Tensor) -> None:
+        """Raise `TypeError` unless the n-th pointer takes the tensor."""
+        member, known = self._members[n], self._known[n]
+        on_host = tensor.is_cpu and "HOST" in member.marks
+        is_there = on_host or tensor.get_device() == self._device
+        is_contiguous = tensor.is_contiguous() or "STRIDED" in member.marks
+        if member.dtype not in (tensor.dtype, "any") or not is_there or not is_contiguous:
+            strides = f"strides {tensor.stride()}"
+            found = f"a tensor of {tensor.dtype} on {tensor.device}, {strides}"
+            raise TypeError(self._refusal(n, found))
+        if len(known) > KNOWN:
+            known.clear()
+        known.add(tensor.data_ptr())
+
+    def _refusal(self, n: int, value: Any) -> str:
+        return f"{self._kernel}: {self._members[n].name} is {self._members[n].ctype}, not {value}"
+
+
+@functools.cache
+def _packed_type(ctype: str) -> type[bytes]:
+    return type(f"Packed{ctype}", (bytes,), {})
+
+
+@functools.cache
+def _fields(source: str, ctype: str, device: int) -> Arguments:
+    """Return what packs the fields of a struct."""
+    members = struct_members(source, ctype)
+    fields = tuple(member.name for member in members)
+    return Arguments(ctype, device, {ctype: Parameter(members, fields)})
+
+
+def packed(source: str, ctype: str, value: tuple[Any, ...]) -> bytes:
+    """Return a struct of PACKED for launches; it does not keep the tensors."""
+    arguments = _fields(source, ctype, torch._C._cuda_getDevice())
+    memory = bytearray(arguments.size)
+    arguments.pack_into(memory, 0, (value,))
+    return _packed_type(ctype)(memory)
+
+
+@functools.cache
+def _arguments(
+    device: int, source: str, kernel: str, element: int, names: tuple[str, ...]
+) -> Arguments:
+    """Return what packs arguments of these names, in this order."""
+    parameters = signature(source, kernel, element)
+    if unknown := ", ".join(set(names) - parameters.keys()):
+        raise TypeError(f"{kernel} of {source} has no parameter {unknown}")
+    return Arguments(f"{kernel} of {source}", device, {name: parameters[name] for name in names})
 
 
 class Kernel:
-    """A kernel of a source file in cu/, compiled at its first launch.
+    """Launches a kernel on one GPU; `kernel` returns it.
 
-    Arguments are most of what a launch takes on the CPU: those that stay are given once.
+    CuPy's own launch takes about a microsecond an argument and looks the kernel up each time, which
+    was most of a step's time on the CPU. So memory for the arguments is allocated once, and its
+    layout is computed once for launches that name the arguments in the same order.
 
     Args:
-        source: Name of the file.
+        device: Index of the GPU.
+        source: Name of a file in cu/.
         name: Name of the kernel.
-        defines: Macros.
-        first: Arguments that every launch begins with; their tensors are kept.
+        macros: Values of the file's macros.
+        fixed: Arguments of all launches.
     """
 
     def __init__(
         self,
+        device: int,
         source: str,
         name: str,
-        defines: Mapping[str, int | str],
-        *first: Tensor | float | None,
+        macros: Mapping[str, int | str],
+        fixed: Mapping[str, Argument],
     ):
-        self._place = source, name
-        self._defines = defines
-        self._first = first
-        self._launchers: dict[int, Launcher] = {}  # by device
+        self._device, self._source, self._name = device, source, name
+        self._macros = macros
+        self._fixed = fixed  # keeps the tensors
+        self._bound = self._arguments(fixed)
+        self._bytes = bytearray(self._bound.size)
+        self._bound.pack_into(self._bytes, 0, fixed.values())
+        self._names: tuple[str, ...] | None = None  # of the other arguments
+        self._lock = threading.Lock()
 
-    def __call__(self, blocks: int, *args: Tensor | float | None) -> None:
-        """Launch so many blocks of THREADS threads on torch's current stream.
+    def bind(self, **fixed: Argument) -> Kernel:
+        """Return the kernel with arguments that all its launches share."""
+        return Kernel(self._device, self._source, self._name, self._macros, fixed)
 
-        A tensor is passed as the pointer to its data, None as a null pointer; integers are for
-        parameters of any width, floats for those of 4 bytes.
-        """
+    def __call__(self, blocks: int, **args: Argument) -> None:
+        """Launch so many blocks of THREADS threads on torch's current stream."""
         # torch's public functions for device and stream take longer than the launch itself.
         device = torch._C._cuda_getDevice()
+        if device != self._device:
+            raise RuntimeError(f"{self._name} is bound to GPU {self._device}, not {device}")
         if getattr(_thread, "device", None) != device:
             # Gives this thread the device's context, without which the driver launches nothing.
             torch.cuda.current_stream().query()
             _thread.device = device
-        launcher = self._launchers.get(device)
-        if launcher is None:
-            compiled = _compiled(device, *self._place, **self._defines)
-            launcher = self._launchers[device] = Launcher(*compiled, _values(self._first))
-        launcher(blocks, _values(args), torch._C._cuda_getCurrentRawStream(device))
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        with self._lock:  # until the driver has copied the arguments
+            if tuple(args) != self._names:
+                self._lay_out(args)
+            self._others.pack_into(self._memory, self._bound.size, args.values())
+            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._pointers, 0)
 
+    def _arguments(self, given: Mapping[str, Argument]) -> Arguments:
+        element = int(self._macros.get("ELEMENT", 0))
+        return _arguments(self._device, self._source, self._name, element, tuple(given))
 
-def launch(
-    source: str,
-    kernel: str,
-    defines: dict[str, int | str],
-    blocks: int,
-    *args: Tensor | float | None,
-) -> None:
-    """Launch a kernel with all its arguments, as `Kernel` does."""
-    _kernel(source, kernel, **defines)(blocks, *args)
+    def _lay_out(self, args: Mapping[str, Argument]) -> None:
+        """Allocate memory for all arguments, and compile the kernel."""
+        others, parameters = self._arguments(args), signature(self._source, self._name)
+        if twice := ", ".join(self._fixed.keys() & args.keys()):
+            raise TypeError(f"{self._name} of {self._source} got {twice} twice")
+        if missing := ", ".join(parameters.keys() - self._fixed.keys() - args.keys()):
+            raise TypeError(f"{self._name} of {self._source} lacks {missing}")
+        size = self._bound.size + others.size
+        self._memory = ctypes.create_string_buffer(bytes(self._bytes), size)
+        start = ctypes.addressof(self._memory)
+        begins = {name: start + begin for name, begin in self._bound.begins.items()}
+        for name, begin in others.begins.items():
+            begins[name] = start + self._bound.size + begin
+        self._addresses = (ctypes.c_void_p * len(begins))()
+        self._addresses[:] = [begins[name] for name in parameters]
+        self._pointers = ctypes.addressof(self._addresses)
+        place = self._device, self._source, self._name
+        self._function, self._launch = _compiled(*place, **self._macros)
+        self._others, self._names = others, tuple(args)
 
 
 @functools.cache
-def _kernel(source: str, kernel: str, **defines: int | str) -> Kernel:
-    return Kernel(source, kernel, defines)
+def _bound_to(device: int, source: str, name: str, **macros: int | str) -> Kernel:
+    return Kernel(device, source, name, macros, {})
 
 
-def _values(args: Sequence[Tensor | float | None]) -> list[float]:
-    """Return arguments as numbers."""
-    # isinstance takes twice as long to find that a number is no tensor.
-    values: list[Any] = [
-        arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args
-    ]
-    return values
+def kernel(source: str, name: str, **macros: int | str) -> Kernel:
+    """Return a kernel of a source file for the current GPU."""
+    return _bound_to(torch._C._cuda_getDevice(), source, name, **macros)
 
 
 _thread = threading.local()  # of each thread, the device whose context it has
@@ -114,82 +368,33 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-class Launcher:
-    """Launches one kernel; memory for its arguments is allocated once.
-
-    CuPy's own launch takes about a microsecond an argument and looks the kernel up each time, which
-    was most of a step's time on the CPU.
-    """
-
-    def __init__(self, function: int, launch: Callable[..., None], first: Sequence[float] = ()):
-        self._function = function  # handle of the kernel
-        self._launch = launch  # the driver's cuLaunchKernel, as CuPy has it
-        self._first = first  # arguments of all launches
-        self._layout: struct.Struct | None = None  # of the others
-        self._lock = threading.Lock()
-
-    def __call__(self, blocks: int, values: Sequence[float], stream: int) -> None:
-        with self._lock:  # until the driver has copied the arguments
-            if self._layout is None:
-                self._layout = self._allocate(values)
-            self._layout.pack_into(self._memory, 8 * len(self._first), *values)
-            grid = blocks, 1, 1, THREADS, 1, 1
-            self._launch(self._function, *grid, 0, stream, self._parameters, 0)
-
-    def _allocate(self, values: Sequence[float]) -> struct.Struct:
-        """Allocate 8 bytes an argument; the driver takes what a parameter has."""
-        count = len(self._first) + len(values)
-        self._memory = ctypes.create_string_buffer(8 * count)
-        _layout(self._first).pack_into(self._memory, 0, *self._first)
-        start = ctypes.addressof(self._memory)
-        self._pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
-        self._parameters = ctypes.addressof(self._pointers)
-        return _layout(values)
-
-
-def _layout(values: Sequence[float]) -> struct.Struct:
-    """Return how numbers lie in memory, 8 bytes each."""
-    return struct.Struct("".join("f4x" if isinstance(value, float) else "q" for value in values))
-
-
 @functools.cache
 def _compiled(
-    device: int, source: str, kernel: str, **defines: int | str
+    device: int, source: str, kernel: str, **macros: int | str
 ) -> tuple[int, Callable[..., None]]:
     """Return the handle of a kernel, and the driver's cuLaunchKernel.
 
     Its module stays loaded.
     """
-    function = _module(device, source, **defines).get_function(kernel).kernel
+    function = _module(device, source, **macros).get_function(kernel).kernel
     from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
 
     return function.ptr, driver.launchKernel
 
 
 @functools.cache
-def _module(device: int, source: str, **defines: int | str) -> Any:
+def _module(device: int, source: str, **macros: int | str) -> Any:
     import cupy
 
     # Not as options: CuPy compiles an empty file for each new set of these, which takes 20 ms.
-    macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    code = f'{macros}#line 1 "{source}"\n{(SOURCES / source).read_text()}'
-    options = ("-std=c++17", f"-I{SOURCES}", f"-DW2V_SOURCES={_check_sources()}")
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    code = f'{defines}#line 1 "{source}"\n{(SOURCES / source).read_text()}'
+    options = ("-std=c++17", f"-I{SOURCES}", f"-DW2V_SOURCES={_hash_of_sources()}")
     return cupy.RawModule(code=code, options=options)
 
 
 @functools.cache
-def _check_sources() -> str:
-    """Remove damaged kernels of CuPy; return a hash of all sources.
-
-    CuPy itself compiles a damaged kernel again without a message, and does not look at headers.
-    """
-    for file in kernel_folder("CUPY_CACHE_DIR").glob("*.cubin"):
-        remove_damaged(file, _is_whole)
+def _hash_of_sources() -> str:
+    """Return a hash of all sources: CuPy does not look at headers."""
     text = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.is_file())
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _is_whole(content: bytes) -> bool:
-    """Whether CuPy's digest, which comes first, is that of the rest."""
-    digests = hashlib.sha1(content[40:]), hashlib.md5(content[32:])  # the latter of older CuPy
-    return any(content.startswith(digest.hexdigest().encode()) for digest in digests)

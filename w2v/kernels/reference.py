@@ -24,11 +24,11 @@ from w2v.kernels.batch import (
     BatchSeed,
     Counts,
     Grads,
+    IdsByRank,
     Objective,
     Page,
     Pairs,
     Pool,
-    Requests,
     StepShape,
     StepState,
     TableGrads,
@@ -329,7 +329,7 @@ class ReferenceKernels(ShardKernels):
         grads = inputs.grad_UD, outputs.grad_UD
         cbow = batch.objective.cbow
         batch_loss = gradients(*weights, places, grads, self._product, batch.objective)
-        if self.shape.count_pairs:
+        if inputs.pairs_U is not None and outputs.pairs_U is not None:
             count_pairs(places, (inputs.pairs_U, outputs.pairs_U), cbow)
         predicting = (context_mask_BC.any(1) if cbow else context_mask_BC).sum()
         # Sums of their own: `rows` may be memory of the planning stream, which reuses it early.
@@ -340,7 +340,7 @@ class ReferenceKernels(ShardKernels):
         state.mark_fault(1, grads.loss.isfinite())
         parts = zip(tables, page, grads[:2], strict=True)
         for number, (table, view, table_grads) in enumerate(parts):
-            rows_U = table_grads.rows_U.long()
+            rows_U = table_grads.unique_rows().long()
             slots_U = view.slots(rows_U)
             before_UR = view.records_SR.index_select(0, slots_U)
             records_UR = table.decode(before_UR.clone())
@@ -350,14 +350,14 @@ class ReferenceKernels(ShardKernels):
             # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
             kept_UR = torch.where(state.fault == 0, after_UR, before_UR)
             view.records_SR.index_copy_(0, slots_U, kept_UR)
-        state.rows_updated += len(grads.inputs.rows_U) + len(grads.outputs.rows_U)
+            state.rows_updated += rows_U.shape[0]
 
     def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
+        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
     ) -> tuple[Tensor, Tensor]:
         shape, size = self.shape, self.shape.world_size
         rows = self.unique_rows(batch)
-        inputs_U, outputs_U = rows.inputs.rows_U.long(), rows.outputs.rows_U.long()
+        inputs_U, outputs_U = (table.unique_rows().long() for table in rows[:2])
         headers = torch.arange(size, device=shape.device).repeat_interleave(shape.header_rows)
         owners = torch.cat([headers, inputs_U % size, outputs_U % size])
         # Stable, so that the part of each owner begins with its header.
@@ -370,7 +370,7 @@ class ReferenceKernels(ShardKernels):
         ids_U = torch.cat([no_row, inputs_U // size, outputs_U // size + shape.stride])
         return rows_U[order], ids_U.int()[order]
 
-    def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
+    def read_counts(self, received: IdsByRank, following: Counts, host_2N: Tensor) -> None:
         following.recv_N.copy_(~received.ids_M[_starts(received.count_N)])
         host_2N.copy_(torch.stack(following))
 
@@ -411,14 +411,14 @@ class ReferenceKernels(ShardKernels):
             words_UD[start:].view(-1)[:HEADER_WORDS] = facts.view(torch.int32)
 
     def collect(
-        self, received: Requests, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
+        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
         grad_MD, pairs_M = grads
         by_table = self._by_table(received.ids_M)
         for sums, (is_here_M, rows) in zip(owned[:2], by_table, strict=True):
             indices = sums.index_V[rows].long()
             sums.grad_UD.index_add_(0, indices, grad_MD[is_here_M])
-            if pairs_M is not None:
+            if pairs_M is not None and sums.pairs_U is not None:
                 sums.pairs_U.index_add_(0, indices, pairs_M[is_here_M])
         words_MD = grad_MD.view(torch.int32)
         starts = _starts(received.count_N).tolist()

@@ -182,14 +182,6 @@ def _private(folder: Path) -> Path:
     return Path(temporary)
 
 
-def remove_damaged(file: Path, is_whole: Callable[[bytes], bool]) -> None:
-    """Remove the file of a kernel if it is damaged, so that it is compiled."""
-    with contextlib.suppress(FileNotFoundError):
-        if not is_whole(file.read_bytes()):
-            log.warning(f"{file} is damaged; the kernel is compiled anew")
-            file.unlink()
-
-
 def hash_file(path: Path, digest: Any) -> str:
     """Return the hash of a file by one of hashlib's digests, as hex digits."""
     with open(path, "rb") as file:

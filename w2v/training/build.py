@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.distributed.exchange import Exchange, RankExchange
+from w2v.distributed.exchange import Exchange, LocalExchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels import Kernels
@@ -71,7 +71,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
     engine = make_engine(plan, text, [inputs, outputs], paging.lookahead > 0)
-    exchange = Exchange(kernels, paging.steps)
+    exchange: Exchange = LocalExchange(kernels, paging.steps)
     if peers:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.page())
     elif plan.ranks.size > 1:

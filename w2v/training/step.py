@@ -66,10 +66,9 @@ class TrainingStep:
         """
         batch = planned.batch
         self.state.step += 1
-        # Find the rows that this batch touches, unless that was done when its page was planned.
-        rows = planned.rows if planned.rows is not None else self.kernels.unique_rows(batch)
-        # Get their weights, some of them from other ranks, and a zero gradient for each.
-        grads, page = self.exchange.borrow(rows, self.engine.page())
+        # Find the batch's rows, unless that was done when its page was planned. Get their weights,
+        # some of them from other ranks, and a zero gradient for each.
+        grads, page = self.exchange.borrow(planned, self.engine.page())
         # Add loss and gradients.
         grads = self.kernels.gradients(batch, page, grads, lr)
         # Replace them by the rows that this rank owns, with gradients summed over all ranks.

@@ -17,17 +17,17 @@ Moves follow the order of their plans, and the writes of a plan come before its 
 computation waits for its reads. A plan waits for the page before the current one, whose rows it may
 evict.
 
-Shapes: T tables, V rows of a table, S slots, N = T * V rows counted through all tables.
+Shapes: T tables, V rows of a table, S slots, A = T * V rows counted through all tables.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -45,7 +45,7 @@ from w2v.transfer.streams import Waits, current_stream, on_stream
 PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
 
 
-class RowCache(Engine, ABC):
+class RowCache(ABC):
     """Cache of rows on the device; subclasses plan and make the moves.
 
     Args:
@@ -53,34 +53,20 @@ class RowCache(Engine, ABC):
         tables: Tables of one shape.
         slots: Capacity of the cache in rows.
         device: The compute device.
-        is_timed: Whether stats tell how long the computation waits.
     """
 
-    moves_rows = True
-    has_slot_of_row = True  # an array of V slots; else a subclass finds the slots of rows
+    is_timed = True  # whether stats have the seconds that the computation waits
 
-    def __init__(
-        self,
-        link: Link,
-        tables: Sequence[Table],
-        slots: int,
-        device: torch.device,
-        is_timed: bool = True,
-    ):
+    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device):
         assert len({(table.rows, table.width) for table in tables}) == 1, "tables of one shape"
         self.link = link
-        super().__init__(list(tables))
+        self._tables = tables
         self.slots = slots
-        shape = len(tables), tables[0].rows
-        assert shape[0] * shape[1] < 2**31, "rows of all tables are counted in 32 bits"
+        self._shape = len(tables), tables[0].rows
+        assert len(tables) * tables[0].rows < 2**31, "rows of all tables are counted in 32 bits"
         # The last record is a dummy, slot S, to which rows without a slot point.
         records = slots + 1, tables[0].width
         self.records_SR = torch.empty(records, dtype=tables[0].records_VR.dtype, device=device)
-        self._slot_of_TV: Tensor | None = None
-        if self.has_slot_of_row:
-            self._slot_of_TV = torch.full(shape, slots, dtype=torch.int32, device=device)
-            views = [View(self.records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
-            self._page = Page(views[0], views[-1])  # of one table, both are the same
         self._plan = 0
         self._is_whole = True  # no error came between a plan and its moves
         self._second_plan_done = True  # or not needed: all rows of the page have slots
@@ -88,14 +74,14 @@ class RowCache(Engine, ABC):
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # Events after the last plan, after the moves of each of the last two plans, and after the
         # last moves; reused once all waits for them are enqueued. Without a GPU there are none.
-        self._planned, *self._moved = (self._record() for _ in range(3))
+        self._planned = self._record()
+        self._moved = [self._record(), self._record()]
         self._arrived = self._moved[0]
         self._waits = Waits()
-        self._is_timed = is_timed
 
     @abstractmethod
     def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
-        """Assign slots to the page's rows, as far as there are some; list moves.
+        """Assign free or evicted slots to missing rows, and list the copies.
 
         Rows of the page before are not evicted. Without `page_rows` this is the page's second plan:
         rows that the first one left without slots get them, and the page before may be evicted.
@@ -107,21 +93,24 @@ class RowCache(Engine, ABC):
 
     @abstractmethod
     def _all_rows_have_slots(self) -> bool:
-        """Whether all rows of the last plan are known to have slots."""
+        """Return whether all rows of the last plan are known to have slots."""
 
     @abstractmethod
     def _rows_over_capacity(self) -> int:
         """Return how many rows a second plan left without slots, if known."""
 
+    @abstractmethod
     def slots_of(self, rows_U: Tensor) -> Tensor:
         """Return the slots of rows of the first table, int32."""
-        return self._slot_of_TV[0].index_select(0, rows_U)
 
+    @abstractmethod
     def _cached_rows(self) -> Iterator[tuple[Table, Tensor, Tensor]]:
         """Yield rows of a table that are cached, and their slots, int64."""
-        for table, slot_of_V in zip(self._tables, self._slot_of_TV, strict=True):
-            rows_U = torch.nonzero(slot_of_V != self.slots).flatten()
-            yield table, rows_U, slot_of_V[rows_U].long()
+
+    @property
+    @abstractmethod
+    def stats(self) -> TransferStats:
+        """Return what has crossed the link so far."""
 
     def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves for the next page."""
@@ -139,16 +128,12 @@ class RowCache(Engine, ABC):
             self._move()
         self._is_whole = True
 
-    def page(self) -> Page:
-        self.wait()
-        return self._page
-
     def wait(self) -> None:
         """Have the current stream wait for the rows that were prefetched last."""
         # A step calls this twice; only the first call after a plan has to wait.
         self._require_whole()
         if self._arrived_plan != self._plan:
-            with self._waits.counted(self.records_SR.device) if self._is_timed else nullcontext():
+            with self._waits.counted(self.records_SR.device, self.is_timed):
                 self._finish_plan()
                 self._wait(self._arrived)
             self._arrived_plan = self._plan
@@ -179,8 +164,8 @@ class RowCache(Engine, ABC):
     def _require_whole(self) -> None:
         """Raise `RuntimeError` if an error came between a plan and its moves."""
         if not self._is_whole:
-            lost = "an error has interrupted moves of the cache, and what it held is lost"
-            raise RuntimeError(f"{lost}; go on from what was saved last")
+            inconsistent = "the row cache is inconsistent after an earlier error"
+            raise RuntimeError(f"{inconsistent}; reload the last checkpoint")
 
     def _move(self) -> None:
         self._make_moves()
@@ -202,7 +187,31 @@ class RowCache(Engine, ABC):
         return current_stream().record_event(event) if self._reads else None
 
 
-class TorchCache(RowCache):
+class PagedCache(RowCache, Engine):
+    """Row cache for marked rows, with an array of the slot of each row."""
+
+    moves_rows = True
+
+    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device):
+        super().__init__(link, tables, slots, device)
+        self._slot_of_TV = torch.full(self._shape, slots, dtype=torch.int32, device=device)
+        views = [View(self.records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
+        self._page = Page(views[0], views[-1])  # of one table, both are the same
+
+    def page(self) -> Page:
+        self.wait()
+        return self._page
+
+    def slots_of(self, rows_U: Tensor) -> Tensor:
+        return self._slot_of_TV[0].index_select(0, rows_U)
+
+    def _cached_rows(self) -> Iterator[tuple[Table, Tensor, Tensor]]:
+        for table, slot_of_V in zip(self._tables, self._slot_of_TV, strict=True):
+            rows_U = torch.nonzero(slot_of_V != self.slots).flatten()
+            yield table, rows_U, slot_of_V[rows_U].long()
+
+
+class TorchCache(PagedCache):
     """Row cache over any link, planned in plain torch.
 
     It is the specification of `MappedCache` and `ListedCache`. Rows with the least expected uses,
@@ -216,44 +225,43 @@ class TorchCache(RowCache):
         slots: int,
         device: torch.device,
         uses_TV: Tensor | None = None,
-        is_timed: bool = True,
     ):
-        super().__init__(link, tables, slots, device, is_timed)
-        self._order_N = _order_by_use(self._slot_of_TV.shape, device, uses_TV)
+        super().__init__(link, tables, slots, device)
+        self._order_A = _order_by_use(self._shape, device, uses_TV)
         # By place in the order: rows of the last two plans, cached rows, rows evicted last.
-        bits = torch.zeros(4, len(self._order_N), dtype=torch.bool, device=device)
-        *self._wanted, self._cached_N, self._late_N = bits
+        bits = torch.zeros(4, len(self._order_A), dtype=torch.bool, device=device)
+        *self._wanted, self._cached_A, self._late_A = bits
         # Uses of rows, and the limit of those evicted first, if pages are lists of rows.
-        self._uses_N = torch.zeros_like(self._order_N, dtype=torch.uint8)
+        self._uses_A = torch.zeros_like(self._order_A, dtype=torch.uint8)
         self._limit = 1
         self._slots_in_use = 0
         self._rows_without_slot = 0  # after the last plan
         self._used = self._read = self._written = 0  # rows
         # Of the last two plans: loaded rows, evicted rows, and the slots of the former.
-        self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(self._order_N[:0],) * 3] * 2
+        self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(self._order_A[:0],) * 3] * 2
 
     @property
     def stats(self) -> TransferStats:
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
     def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
-        wanted_N = protected_N = self._wanted[self._plan % 2]
+        wanted_A = protected_A = self._wanted[self._plan % 2]
         if isinstance(page_rows, PageRows):
-            self._mark_lists(page_rows, wanted_N)
+            self._mark_lists(page_rows, wanted_A)
         elif page_rows is not None:
-            wanted_N.copy_(page_rows.flatten()[self._order_N])
-            self._late_N.zero_()
+            wanted_A.copy_(page_rows.flatten()[self._order_A])
+            self._late_A.zero_()
             if soon_V is not None:
-                self._late_N.copy_(soon_V.repeat(len(self._tables))[self._order_N])
+                self._late_A.copy_(soon_V.repeat(len(self._tables))[self._order_A])
         if page_rows is not None:
-            protected_N = self._wanted[0] | self._wanted[1]  # the page before may still compute
-        missing_N = wanted_N & ~self._cached_N
-        evictable_N = self._cached_N & ~protected_N
-        masks = missing_N, evictable_N & self._late_N, evictable_N & ~self._late_N
-        *counts, used = torch.stack([mask_N.sum() for mask_N in (*masks, wanted_N)]).tolist()
+            protected_A = self._wanted[0] | self._wanted[1]  # the page before may still compute
+        missing_A = wanted_A & ~self._cached_A
+        evictable_A = self._cached_A & ~protected_A
+        masks = missing_A, evictable_A & self._late_A, evictable_A & ~self._late_A
+        *counts, used = torch.stack([mask_A.sum() for mask_A in (*masks, wanted_A)]).tolist()
         missing, late, others = (
-            torch.nonzero_static(mask_N, size=count).flatten()
-            for mask_N, count in zip(masks, counts, strict=True)
+            torch.nonzero_static(mask_A, size=count).flatten()
+            for mask_A, count in zip(masks, counts, strict=True)
         )
         # Rows are evicted from the end.
         evictable = torch.cat([late, others])
@@ -265,49 +273,49 @@ class TorchCache(RowCache):
         loaded = missing[: empty + evictions]
         slots_in_use = self._slots_in_use + len(loaded) - evictions
         unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)
-        self._cached_N.index_fill_(0, loaded, True).index_fill_(0, evicted, False)
-        loaded_N, evicted_N = self._order_N[loaded].long(), self._order_N[evicted].long()
-        slots = torch.cat([unused, self._slot_of_TV.view(-1)[evicted_N].long()])
-        self._lists[self._plan % 2] = loaded_N, evicted_N, slots
+        self._cached_A.index_fill_(0, loaded, True).index_fill_(0, evicted, False)
+        loaded_U, evicted_U = self._order_A[loaded].long(), self._order_A[evicted].long()
+        slots = torch.cat([unused, self._slot_of_TV.view(-1)[evicted_U].long()])
+        self._lists[self._plan % 2] = loaded_U, evicted_U, slots
         self._slots_in_use = slots_in_use
         self._rows_without_slot = len(missing) - len(loaded)
         self._used += 0 if page_rows is None else used
         self._read += len(loaded)
         self._written += evictions
 
-    def _mark_lists(self, page: PageRows, wanted_N: Tensor) -> None:
+    def _mark_lists(self, page: PageRows, wanted_A: Tensor) -> None:
         """Mark the rows of a page and those evicted last, and count uses."""
-        wanted_N.zero_()
+        wanted_A.zero_()
         for rows_U in page.lists:
-            wanted_N.index_fill_(0, rows_U, True)
+            wanted_A.index_fill_(0, rows_U, True)
         if self._plan % AGE == 0 or self._limit >= HIGHEST_LIMIT:
-            self._uses_N >>= 1
+            self._uses_A >>= 1
             self._limit = max(1, self._limit >> 1)
         if page.is_counted:
-            self._uses_N.add_(wanted_N).clamp_(max=2**USE_BITS - 1)
-        torch.gt(self._uses_N, self._limit, out=self._late_N)
-        for rows_N, known in page.soon:
-            count, is_wrong = (len(rows_N), 0) if known is None else known.tolist()
-            self._late_N.index_fill_(0, rows_N[: 0 if is_wrong else count], True)
+            self._uses_A.add_(wanted_A).clamp_(max=2**USE_BITS - 1)
+        torch.gt(self._uses_A, self._limit, out=self._late_A)
+        for rows_U, known in page.soon:
+            count, is_wrong = (len(rows_U), 0) if known is None else known.tolist()
+            self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
 
     def _make_moves(self) -> None:
-        loaded_N, evicted_N, slots = self._lists[self._plan % 2]
-        slot_of_N = self._slot_of_TV.view(-1)
-        for part in self._by_table(evicted_N, slots[len(slots) - len(evicted_N) :]):
+        loaded_U, evicted_U, slots = self._lists[self._plan % 2]
+        slot_of_A = self._slot_of_TV.view(-1)
+        for part in self._by_table(evicted_U, slots[len(slots) - len(evicted_U) :]):
             self.link.write(*part)
-        slot_of_N.index_fill_(0, evicted_N, self.slots)
-        for part in self._by_table(loaded_N, slots):
+        slot_of_A.index_fill_(0, evicted_U, self.slots)
+        for part in self._by_table(loaded_U, slots):
             self.link.read(*part)
-        slot_of_N.index_copy_(0, loaded_N, slots.int())
+        slot_of_A.index_copy_(0, loaded_U, slots.int())
 
     def _by_table(
-        self, rows_N: Tensor, slots: Tensor
+        self, rows_U: Tensor, slots: Tensor
     ) -> Iterator[tuple[Table, Tensor, Tensor, Tensor]]:
         """Yield for each table the arguments of its link, rows sorted."""
-        rows_N, order = rows_N.sort()
-        ends = torch.arange(1, len(self._tables), device=rows_N.device) * self._tables[0].rows
-        cuts = torch.searchsorted(rows_N, ends).tolist()
-        parts = zip(self._tables, rows_N.tensor_split(cuts), order.tensor_split(cuts), strict=True)
+        rows_U, order = rows_U.sort()
+        ends = torch.arange(1, len(self._tables), device=rows_U.device) * self._tables[0].rows
+        cuts = torch.searchsorted(rows_U, ends).tolist()
+        parts = zip(self._tables, rows_U.tensor_split(cuts), order.tensor_split(cuts), strict=True)
         for table, table_rows, table_order in parts:
             yield table, table_rows % table.rows, self.records_SR, slots[table_order]
 
@@ -318,12 +326,50 @@ class TorchCache(RowCache):
         return self._rows_without_slot if self._second_plan_done else 0
 
 
-class MappedCache(RowCache):
-    """Row cache over pinned tables, planned on the GPU, like a `TorchCache`.
+class GpuCache(RowCache):
+    """Row cache over pinned tables, planned on the GPU.
 
     The CPU never waits for a plan's result: it omits a page's second plan only if it has already
     seen that the first one found slots for all rows.
     """
+
+    _planner: cuda_cache.MovePlanner
+
+    @property
+    def stats(self) -> TransferStats:
+        _, used, read, written, _ = self._planner.counters.tolist()
+        return TransferStats(used, read, written, self._waits.seconds)
+
+    @functools.cached_property
+    def _addresses_T(self) -> Tensor:
+        addresses = [table.records_VR.data_ptr() for table in self._tables]
+        return torch.tensor(addresses, device=self.records_SR.device)
+
+    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
+        protected_since = self._plan - (page_rows is not None)
+        self._planner.plan(page_rows, soon_V, self._plan, protected_since)
+
+    def _make_moves(self) -> None:
+        cuda_cache.exchange_records(
+            self._planner.moves[self._plan % 2],
+            self._addresses_T,
+            self._tables[0].rows,
+            self._tables[0].records_VR.stride(0),
+            self.records_SR,
+            self._planner.slot_of_TV,
+            self.slots,
+        )
+
+    def _all_rows_have_slots(self) -> bool:
+        is_planned = self._planned is None or self._planned.query()
+        return is_planned and self._planner.notices[self._plan % 2][0] == 0
+
+    def _rows_over_capacity(self) -> int:
+        return max(int(excess) for _, excess in self._planner.notices)
+
+
+class MappedCache(GpuCache, PagedCache):
+    """Row cache of training, with the results of a `TorchCache`."""
 
     def __init__(
         self,
@@ -331,49 +377,25 @@ class MappedCache(RowCache):
         slots: int,
         device: torch.device,
         uses_TV: Tensor | None = None,
-        is_timed: bool = True,
     ):
-        super().__init__(MappedLink(), tables, slots, device, is_timed)
-        self._planner = self._new_planner(uses_TV)
-        addresses = [table.records_VR.data_ptr() for table in tables]
-        self._addresses_T = torch.tensor(addresses, device=device)
-
-    @property
-    def stats(self) -> TransferStats:
-        _, used, read, written, _ = self._planner.counters.tolist()
-        return TransferStats(used, read, written, self._waits.seconds)
-
-    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
-        protected_since = self._plan - (page_rows is not None)
-        self._planner.plan(page_rows, soon_V, self._plan, protected_since)
-
-    def _make_moves(self) -> None:
-        moves = self._planner.moves[self._plan % 2]
-        records_VR = self._tables[0].records_VR
-        shape = records_VR.shape[0], records_VR.stride(0)
-        slots = self._slot_of_TV, self.slots
-        cuda_cache.exchange_records(moves, self._addresses_T, *shape, self.records_SR, *slots)
-
-    def _new_planner(self, uses_TV: Tensor | None) -> cuda_cache.MovePlanner:
-        order_N = _order_by_use(self._slot_of_TV.shape, self._slot_of_TV.device, uses_TV)
-        return cuda_cache.MarkPlanner(self.slots, self._slot_of_TV, order_N)
-
-    def _all_rows_have_slots(self) -> bool:
-        return self._planned.query() and self._planner.notices[self._plan % 2][0] == 0
-
-    def _rows_over_capacity(self) -> int:
-        return max(int(excess) for _, excess in self._planner.notices)
+        super().__init__(MappedLink(), tables, slots, device)
+        order_A = _order_by_use(self._shape, device, uses_TV)
+        self._planner = cuda_cache.MarkPlanner(slots, self._slot_of_TV, order_A)
 
 
-class ListedCache(MappedCache):
-    """Row cache over one pinned table whose pages are lists of rows.
+class ListedCache(GpuCache):
+    """Row cache over one table whose pages are lists of rows.
 
     It has no array with a number for each row, as `cuda_cache.ListPlanner` says. It evicts the rows
     that a `TorchCache` does, but where a page is replaced before it was used.
     """
 
-    has_slot_of_row = False
+    is_timed = False  # it would cost the CPU as much as two launches a page
     _planner: cuda_cache.ListPlanner
+
+    def __init__(self, table: Table, slots: int, device: torch.device):
+        super().__init__(MappedLink(), [table], slots, device)
+        self._planner = cuda_cache.ListPlanner(slots, table.rows, device)
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
         return self._planner.slots_of(rows_U)
@@ -382,22 +404,18 @@ class ListedCache(MappedCache):
         for rows_U, slots_U in self._planner.cached_rows():
             yield self._tables[0], rows_U, slots_U
 
-    def _new_planner(self, uses_TV: Tensor | None) -> cuda_cache.MovePlanner:
-        rows = self._tables[0].rows
-        return cuda_cache.ListPlanner(self.slots, rows, self.records_SR.device)
 
-
-class WholeTable(Engine):
+class WholeTable:
     """Cache with a slot for each row of a table, all loaded when it is made."""
 
     def __init__(self, table: Table, device: torch.device):
-        super().__init__([table])
         assert table.rows < 2**31, "slots are numbers of 32 bits"
+        self._table = table
         self.records_SR = table.records_VR.to(device, copy=True)
 
     @property
     def stats(self) -> TransferStats:
-        return TransferStats(rows_read=self._tables[0].rows)
+        return TransferStats(rows_read=self._table.rows)
 
     def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
         """All rows are there."""
@@ -410,7 +428,7 @@ class WholeTable(Engine):
         return rows_U.int()
 
     def flush(self) -> None:
-        self._tables[0].records_VR.copy_(self.records_SR)
+        self._table.records_VR.copy_(self.records_SR)
 
 
 class CachedLink(Link):
@@ -476,10 +494,7 @@ class CachedLink(Link):
         ]
         if not lists:
             return
-        if not self._cache:
-            self._cache = self._new_cache()
-            if self._table.storage == "mmap":  # the file outlives this link and the program
-                self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
+        cache = self._filled()
         if self._next:  # a plan keeps the rows of the page before it, not of the one before that
             self._current, self._slots, self._next = {}, {}, {}
         page = self._fitting(lists, part)
@@ -490,7 +505,7 @@ class CachedLink(Link):
             self._parts_seen.clear()
         if part is not None:
             self._parts_seen.add(part)
-        self._cache.prefetch(PageRows([*chain(*page.values())], soon, is_counted))
+        cache.prefetch(PageRows(_lists(page), soon, is_counted))
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 
@@ -507,11 +522,8 @@ class CachedLink(Link):
                 warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
             self.flush()
             return False
-        if rows_U.shape[0] and _find(self._current, rows_U) is None:
-            self.prefetch([rows_U])
-            self._cache.wait()
-            self._current, self._next = self._next, {}
-            self._slots.clear()
+        if rows_U.shape[0]:
+            self._current_list(rows_U)
         return True
 
     def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -521,12 +533,12 @@ class CachedLink(Link):
         """
         if not rows_U.shape[0] or not self.make_current(rows_U):
             return None
-        list_U, start = _find(self._current, rows_U)
+        cache, (list_U, start) = self._filled(), self._current_list(rows_U)
         if (slots_U := self._slots.get(id(list_U))) is None:
-            slots_U = self._slots[id(list_U)] = self._cache.slots_of(list_U)
+            slots_U = self._slots[id(list_U)] = cache.slots_of(list_U)
         if rows_U is not list_U:
             slots_U = slots_U[start : start + rows_U.shape[0]]
-        return self._cache.records_SR, slots_U
+        return cache.records_SR, slots_U
 
     def read(
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
@@ -558,14 +570,31 @@ class CachedLink(Link):
             self._cache = None  # free before another cache is allocated
             self._current, self._slots, self._next = {}, {}, {}
 
+    def _filled(self) -> RowCache | WholeTable:
+        """Return the cache, a new one after `flush`."""
+        if self._cache is None:
+            self._cache = self._new_cache()
+            if self._table.storage == "mmap":  # the file outlives this link and the program
+                self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
+        return self._cache
+
+    def _current_list(self, rows_U: Tensor) -> tuple[Tensor, int]:
+        """Make the list of these rows current; return it and where they begin."""
+        if (found := _find(self._current, rows_U)) is not None:
+            return found
+        found = _find(self._next, rows_U) or (rows_U, 0)
+        self.prefetch([rows_U])
+        self._filled().wait()
+        self._current, self._next = self._next, {}
+        self._slots.clear()
+        return found
+
     def _new_cache(self) -> RowCache | WholeTable:
         if self.slots == self._table.rows:
             return WholeTable(self._table, self._device)
-        # Timing the waits costs the CPU as much as two launches a page.
-        tables = [self._table]
         if isinstance(self._link, MappedLink):
-            return ListedCache(tables, self.slots, self._device, is_timed=False)
-        return TorchCache(self._link, tables, self.slots, self._device, is_timed=False)
+            return ListedCache(self._table, self.slots, self._device)
+        return TorchCache(self._link, [self._table], self.slots, self._device)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.
@@ -586,8 +615,12 @@ def _flush_in(process: int, cache: RowCache | WholeTable) -> None:
         cache.flush()
 
 
+def _lists(page: PageLists) -> list[Tensor]:
+    return list(chain.from_iterable(page.values()))
+
+
 def _count_rows(page: PageLists) -> int:
-    return sum(rows_U.shape[0] for rows_U in chain(*page.values()))
+    return sum(rows_U.shape[0] for rows_U in _lists(page))
 
 
 def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
@@ -595,7 +628,7 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
 
     It is the same tensor, or they are a slice of it.
     """
-    lists = [*chain(*page.values())]
+    lists = _lists(page)
     for list_U in lists:
         if rows_U is list_U:
             return list_U, 0
@@ -609,7 +642,7 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
 def _order_by_use(shape: Sequence[int], device: torch.device, uses_TV: Tensor | None) -> Tensor:
     """Return the rows of all tables by falling expected use."""
     rows = shape[0] * shape[1]
-    by_row_N = torch.arange(rows, dtype=torch.int32, device=device).view(shape).T.flatten()
+    by_row_A = torch.arange(rows, dtype=torch.int32, device=device).view(shape).T.flatten()
     if uses_TV is None:
-        return by_row_N
-    return by_row_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
+        return by_row_A
+    return by_row_A[uses_TV.T.flatten().argsort(descending=True, stable=True)]

@@ -108,6 +108,8 @@ class Paged(Engine):
                 # read: `nonzero` returns when it knows the number of rows, not yet the rows.
                 self._marks_TV.record_stream(current_stream())
             self._marks_TV = None
+        if self._page is None:
+            raise RuntimeError("no page was prefetched")
         return self._page
 
     def flush(self) -> None:

@@ -103,9 +103,10 @@ class StagedLink(Link):
             table.records_VR.index_copy_(0, rows, buffer)
 
         for rows, part, buffer, copied in self._parts(table, rows_U):
-            of_slots = slots_U is not None
-            records = records_SR.index_select(0, slots_U[part]) if of_slots else records_SR[part]
-            buffer.copy_(records, non_blocking=True)
+            records_UR = records_SR[part]
+            if slots_U is not None:
+                records_UR = records_SR.index_select(0, slots_U[part])
+            buffer.copy_(records_UR, non_blocking=True)
             copied.record()
             arriving.append((rows, buffer, copied))
             if len(arriving) == RING:  # the next part takes the buffer of the first

@@ -4,6 +4,8 @@
 // center and its negatives, or 0; PATHS, 1 if the nodes of the center's path in a Huffman tree are
 // targets too, after those.
 
+#include "common.cuh"
+
 struct Path {
     long long begin;  // among all nodes
     int length;
@@ -13,9 +15,9 @@ struct Batch {
     const int *words, *sentences;  // word and sentence id at each position of the text
     long long length, first, centers;
     const int *windows, *negatives;
-    const long long* path_begin;  // of each word; null without a tree, as are those below
-    const int* nodes;  // rows of the output table
-    const unsigned char* codes;
+    OPTIONAL const long long* path_begin;  // of each word; null without a tree, as those below
+    OPTIONAL const int* nodes;             // rows of the output table
+    OPTIONAL const unsigned char* codes;
 
     // Return the word at window position o (offset -WINDOW..-1, 1..WINDOW); -1 if there is none.
     __device__ int context(long long center, int o) const {
@@ -77,11 +79,3 @@ struct Batch {
                (at + 1 < length && sentences[at + 1] == sentences[at]);
     }
 };
-
-// Kernel parameters that make up a batch, and the batch.
-#define BATCH                                                                                  \
-    const int *words, const int *sentences, long long length, long long first,                 \
-        long long centers, const int *windows, const int *negatives,                           \
-        const long long *path_begin, const int *nodes, const unsigned char *codes
-#define THE_BATCH                                                                              \
-    {words, sentences, length, first, centers, windows, negatives, path_begin, nodes, codes}

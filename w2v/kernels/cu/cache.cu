@@ -31,14 +31,20 @@ struct Plan {
     long long unplaced;               // misses that found no slot
 };
 
+struct Moves {  // of cuda_cache.py
+    int *loaded, *evicted;
+    int* slots;  // of the loaded rows
+    Plan* plan;
+};
+
 struct Notice {  // in CPU memory
     long long unplaced;  // as in Plan
     long long refused;   // not 0 once rows found no slot though nothing else was in use
 };
 
-struct Rows {
-    unsigned* wanted;        // by this plan
-    const unsigned* in_use;  // wanted by the previous plan, still computing; null when it is done
+struct Rows {  // bits
+    unsigned* wanted;                 // by this plan
+    OPTIONAL const unsigned* in_use;  // wanted by the previous plan; null when it is done
     unsigned* cached;        // in a slot, or about to be loaded
     unsigned* late;          // evicted after all others; 0 once a plan has placed all its rows
 
@@ -50,11 +56,11 @@ struct Rows {
     __device__ unsigned evict_last(long long word) const { return evictable(word) & late[word]; }
 };
 
-// Kernel parameters that make up Rows.
-#define ROWS unsigned *wanted, const unsigned *in_use, unsigned *cached, unsigned *late
-
-// Kernel parameters: what `survey` counts, as prefix sums over the stretches.
-#define COUNTS int *misses, int *evict_first, int *evict_last, int stretches
+// What `survey` counts, as prefix sums over the stretches.
+struct RowCounts {
+    int *misses, *evict_first, *evict_last;
+    int stretches;
+};
 
 // Return the row at a position. order: the rows by frequency; null if it is their number.
 __device__ int row_at(const int* order, long long position) {
@@ -87,27 +93,46 @@ __device__ unsigned count_uses(
     return more;
 }
 
+// What a page needs. With `uses` in place of marks, Rows::wanted and
+// Rows::late have their bits from mark_rows, and rows with more than totals->limit uses become late
+// too; this limit rises where others do not suffice. With neither, rows that the previous plan left
+// unplaced are placed.
+struct Wanted {
+    OPTIONAL const bool* marks;      // whether each row is wanted
+    OPTIONAL const bool* used_soon;  // whether each row of a table is used soon
+    int rows;                        // of a table
+    OPTIONAL unsigned* uses;         // see count_uses, as for halve
+    bool is_counted;                 // whether the wanted rows have been used
+    bool halve;
+};
+
+// The slots of rows: slot_of, the slot of each row, updated when
+// the rows move (rows.cu), or else the SlotMap of `before` and old_slots. Then the slots of rows
+// that stay are copied to new_slots; `fill_slots` adds those of rows that enter.
+struct PlanSlots {
+    OPTIONAL const int* slot_of;
+    OPTIONAL int* before;
+    OPTIONAL const int* old_slots;
+    OPTIONAL int* new_slots;
+};
+
 // Count the moves of a plan.
 //
-// marks: whether each row is wanted, and used_soon: whether each row of a table is used soon, which
-// may be null. With `uses` in place of marks, `wanted` and `late` have their bits from mark_rows,
-// and rows with more than totals->limit uses become late too; this limit rises where others do not
-// suffice. With neither, rows that the previous call left unplaced are placed.
-// uses, halve: see count_uses. is_counted: whether the wanted rows have been used.
 // final: no other plan is computing, so a miss without a slot is refused.
 // done: 0 before and after.
 extern "C" __global__ void survey(
-    ROWS, const bool* marks, const bool* used_soon, int rows, unsigned* uses, bool is_counted,
-    bool halve, const int* order, long long count, COUNTS, long long slots, bool final,
-    unsigned* done, Totals* totals, Plan* plan, Notice* notice) {
-    const Rows all = {wanted, in_use, cached, late};
-    const bool is_new = marks || uses;
+    Rows all, Wanted page, OPTIONAL const int* order, long long count, RowCounts counts,
+    long long slots, bool final, unsigned* done, Totals* totals, Plan* plan,
+    HOST Notice* notice) {
+    const bool *marks = page.marks, *used_soon = page.used_soon;
+    const int stretches = counts.stretches;
+    const bool is_new = marks || page.uses;
     if (!is_new && plan->unplaced == 0) {  // nothing is left to place
         if (blockIdx.x + threadIdx.x == 0)
             *plan = {0, 0, MOST_ROWS, MOST_ROWS, totals->allocated, 0};
         return;
     }
-    halve |= totals->limit >= HIGHEST_LIMIT;
+    const bool halve = page.halve || totals->limit >= HIGHEST_LIMIT;
     const long long limit = max(1ll, totals->limit >> halve);
 
     // Each warp turns the marks of its stretch into bits, or counts uses, and then the moves.
@@ -121,35 +146,35 @@ extern "C" __global__ void survey(
                 const int row = position < count ? row_at(order, position) : -1;
                 const unsigned marked = __ballot_sync(ALL, row >= 0 && marks[row]);
                 const unsigned marked_soon =
-                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
+                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % page.rows]);
                 if (w == lane_id()) {
                     bits = marked;
                     soon_bits = marked_soon;
                 }
             }
-            wanted[word] = bits;
-            late[word] = soon_bits;
+            all.wanted[word] = bits;
+            all.late[word] = soon_bits;
         }
-        if (uses) {
-            const unsigned used = is_counted ? wanted[word] : 0;
-            late[word] |= count_uses(uses + word, 32ll * stretches, used, limit, halve);
+        if (page.uses) {
+            const unsigned used = page.is_counted ? all.wanted[word] : 0;
+            all.late[word] |= count_uses(page.uses + word, 32ll * stretches, used, limit, halve);
         }
-        const int used = is_new ? warp_sum(__popc(wanted[word])) : 0;
+        const int used = is_new ? warp_sum(__popc(all.wanted[word])) : 0;
         const int miss_count = warp_sum(__popc(all.misses(word)));
         const int first_count = warp_sum(__popc(all.evict_first(word)));
         const int last_count = warp_sum(__popc(all.evict_last(word)));
         if (lane_id() == 0) {
             if (used) atomicAdd((unsigned long long*)&totals->used, (unsigned long long)used);
-            misses[warp_id()] = miss_count;
-            evict_first[warp_id()] = first_count;
-            evict_last[warp_id()] = last_count;
+            counts.misses[warp_id()] = miss_count;
+            counts.evict_first[warp_id()] = first_count;
+            counts.evict_last[warp_id()] = last_count;
         }
     }
 
     if (!is_last_block(done)) return;
-    const long long all_misses = exclusive_sums(misses, stretches);
-    const long long all_first = exclusive_sums(evict_first, stretches);
-    const long long all_last = exclusive_sums(evict_last, stretches);
+    const long long all_misses = exclusive_sums(counts.misses, stretches);
+    const long long all_first = exclusive_sums(counts.evict_first, stretches);
+    const long long all_last = exclusive_sums(counts.evict_last, stretches);
     if (threadIdx.x) return;
     const long long empty = slots - totals->allocated;
     const long long evictions = min(max(all_misses - empty, 0ll), all_first + all_last);
@@ -162,7 +187,7 @@ extern "C" __global__ void survey(
     totals->written += evictions;
     notice->unplaced = unplaced;
     if (final && unplaced) notice->refused = unplaced;
-    if (uses) totals->limit = limit + (from_last > 0);
+    if (page.uses) totals->limit = limit + (from_last > 0);
     *done = 0;
 }
 
@@ -181,28 +206,23 @@ struct SlotMap {
     }
 };
 
-// Kernel parameters that make up a SlotMap.
-#define SLOT_MAP const unsigned *cached, const int *before, int *slots
-
 // List the rows to load, the most frequent misses, and the slot of each; and the rows to evict, the
-// least frequent of those evictable. ROWS to COUNTS are those of `survey`.
-//
-// slot_of: the slot of each row, updated when the rows move (rows.cu). Without it, `before` and
-// `old_slots` are the SlotMap, and the slots of rows that stay are copied to `new_slots`;
-// `fill_slots` adds those of rows that enter.
-// next_wanted: bits of the next plan, which become 0; may be those in use, or null.
+// least frequent of those evictable. all, order, counts: those of `survey`.
+// next_wanted: bits of the next plan, which become 0; may be those in use.
 extern "C" __global__ void list(
-    ROWS, const int* order, COUNTS, const int* slot_of, int* before, const int* old_slots,
-    int* new_slots, const Plan* plan, int* loaded, int* evicted, int* slots,
+    Rows all, OPTIONAL const int* order, RowCounts counts, PlanSlots rows, Moves moves,
     unsigned* next_wanted) {
-    const Rows all = {wanted, in_use, cached, late};
-    if (warp_id() >= stretches) return;
+    const Plan* plan = moves.plan;
+    int *loaded = moves.loaded, *evicted = moves.evicted, *slots = moves.slots;
+    const int *slot_of = rows.slot_of, *old_slots = rows.old_slots;
+    if (warp_id() >= counts.stretches) return;
     const long long first = 32 * warp_id(), word = first + lane_id();
     const int into_empty = plan->into_empty, kept_first = plan->kept_first;
     const int kept_last = plan->kept_last, allocated = plan->allocated;
-    const int loads = plan->loads, evicted_first = evict_first[stretches] - kept_first;
-    const unsigned had = cached[word];
-    int from = slot_of ? 0 : before[first / GROUP];  // where the stretch's slots begin
+    const int loads = plan->loads;
+    const int evicted_first = counts.evict_first[counts.stretches] - kept_first;
+    const unsigned had = all.cached[word];
+    int from = slot_of ? 0 : rows.before[first / GROUP];  // where the stretch's slots begin
     const int word_from = from + prefix_sum(__popc(had)) - __popc(had);
     unsigned changed = 0;
     const auto evict = [&](unsigned bits, int sum, int offset) {
@@ -215,29 +235,32 @@ extern "C" __global__ void list(
             changed |= 1u << position % 32;
         });
     };
-    const int first_sum = evict_first[warp_id()] - kept_first;
-    const int last_sum = evict_last[warp_id()] - kept_last;
-    if (evict_first[warp_id() + 1] > kept_first) evict(all.evict_first(word), first_sum, 0);
-    if (evict_last[warp_id() + 1] > kept_last) evict(all.evict_last(word), last_sum, evicted_first);
-    if (misses[warp_id()] < loads)
-        each_bit(all.misses(word), word, misses[warp_id()], [&](int n, long long position) {
+    const int first_sum = counts.evict_first[warp_id()] - kept_first;
+    const int last_sum = counts.evict_last[warp_id()] - kept_last;
+    if (counts.evict_first[warp_id() + 1] > kept_first)
+        evict(all.evict_first(word), first_sum, 0);
+    if (counts.evict_last[warp_id() + 1] > kept_last)
+        evict(all.evict_last(word), last_sum, evicted_first);
+    const int miss_sum = counts.misses[warp_id()];
+    if (miss_sum < loads)
+        each_bit(all.misses(word), word, miss_sum, [&](int n, long long position) {
             if (n >= loads) return;
             loaded[n] = row_at(order, position);
             if (n < into_empty) slots[n] = allocated + n;
             changed |= 1u << position % 32;
         });
     const unsigned has = had ^ changed;
-    if (changed) cached[word] = has;
-    if (!plan->unplaced) late[word] = 0;
-    if (next_wanted) next_wanted[word] = 0;  // last, as it may be in_use
+    if (changed) all.cached[word] = has;
+    if (!plan->unplaced) all.late[word] = 0;
+    next_wanted[word] = 0;  // last, as it may be in_use
     if (slot_of) return;
-    int to = from + min(misses[warp_id()], loads) - max(first_sum, 0) - max(last_sum, 0);
+    int to = from + min(miss_sum, loads) - max(first_sum, 0) - max(last_sum, 0);
 #pragma unroll 8
     for (int w = 0; w < 32; w++) {
         const unsigned word_had = __shfl_sync(ALL, had, w), word_has = __shfl_sync(ALL, has, w);
-        if (w % GROUP == 0 && lane_id() == 0) before[(first + w) / GROUP] = to;
+        if (w % GROUP == 0 && lane_id() == 0) rows.before[(first + w) / GROUP] = to;
         if ((word_had & word_has) >> lane_id() & 1)
-            new_slots[to + __popc(word_has & below(lane_id()))] =
+            rows.new_slots[to + __popc(word_has & below(lane_id()))] =
                 old_slots[from + __popc(word_had & below(lane_id()))];
         from += __popc(word_had);
         to += __popc(word_has);
@@ -245,18 +268,16 @@ extern "C" __global__ void list(
 }
 
 // Add the slots of the rows that enter.
-extern "C" __global__ void fill_slots(
-    SLOT_MAP, const Plan* plan, const int* loaded, const int* slots_loaded) {
-    const SlotMap map = {cached, before, slots};
-    each_thread(plan->loads, [&](long long n) { *map.at(loaded[n]) = slots_loaded[n]; });
+extern "C" __global__ void fill_slots(SlotMap map, Moves moves) {
+    each_thread(
+        moves.plan->loads, [&](long long n) { *map.at(moves.loaded[n]) = moves.slots[n]; });
 }
 
 // Find the slots of rows; `none` for a row that is not cached.
 extern "C" __global__ void find_slots(
-    SLOT_MAP, const long long* rows, long long count, int none, int* found) {
-    const SlotMap map = {cached, before, slots};
+    SlotMap map, const long long* rows, long long count, int none, int* found) {
     each_thread(count, [&](long long i) {
-        const bool is_cached = cached[rows[i] / 32] >> rows[i] % 32 & 1;
+        const bool is_cached = map.cached[rows[i] / 32] >> rows[i] % 32 & 1;
         found[i] = is_cached ? *map.at(rows[i]) : none;
     });
 }
@@ -286,77 +307,87 @@ struct Numbers {  // of a look-up
 // Set the bits of rows, where a row's position is its number. known: as place_ids writes it, if the
 // GPU alone knows how many there are.
 extern "C" __global__ void mark_rows(
-    const long long* rows, long long count, const long long* known, unsigned* words) {
+    const long long* rows, long long count, OPTIONAL const long long* known, unsigned* words) {
     if (known) count = known[1] ? 0 : known[0];
     each_thread(count, [&](long long i) { atomicOr(words + rows[i] / 32, 1u << rows[i] % 32); });
 }
 
-// Kernel parameters of a look-up. ranks = 0: ids are numbers of rows of one rank, in any order.
-// each: ids of each table, 0 if they differ.
-#define SPANS const Span *spans, int tables, int ranks, long long each, Numbers *numbers
+struct LookUp {
+    const Span* spans;
+    int tables, ranks;  // ranks = 0: ids are numbers of rows of one rank, in any order
+    long long each;     // ids of each table, 0 if they differ
+    Numbers* numbers;   // behind those of all spans are the words
 
-// Find the word and the bit of the i-th id; return false for one that is no row.
-__device__ bool find_bit(long long id, long long i, SPANS, long long* word, unsigned* bit) {
-    int at;
-    if (!ranks) {
-        at = find_first(tables, [&](int t) { return spans[t + 1].first_row <= id; });
-        id -= spans[at].first_row;
-    } else {
-        at = each ? i / each : find_first(tables, [&](int t) { return spans[t].ids_end <= i; });
-        if (id < 0 || id >= spans[at].rows) {
-            if (id < 0) atomicMin(&numbers->found[at].least, id);
-            else atomicMax(&numbers->found[at].greatest, id);
-            numbers->wrong = 1;
-            return false;
+    __device__ int parts() const { return tables * max(ranks, 1); }
+    __device__ unsigned* words() const { return (unsigned*)(numbers->found + parts()); }
+
+    // Find the word and the bit of the i-th id; return false for one that is no row.
+    __device__ bool find_bit(long long id, long long i, long long* word, unsigned* bit) const {
+        int at;
+        if (!ranks) {
+            at = find_first(tables, [&](int t) { return spans[t + 1].first_row <= id; });
+            id -= spans[at].first_row;
+        } else {
+            at = each ? i / each : find_first(tables, [&](int t) { return spans[t].ids_end <= i; });
+            if (id < 0 || id >= spans[at].rows) {
+                if (id < 0) atomicMin(&numbers->found[at].least, id);
+                else atomicMax(&numbers->found[at].greatest, id);
+                numbers->wrong = 1;
+                return false;
+            }
+            if (ranks > 1) {
+                at += id % ranks * tables;
+                id /= ranks;
+            }
         }
-        if (ranks > 1) {
-            at += id % ranks * tables;
-            id /= ranks;
-        }
+        *word = spans[at].first_word + id / 32;
+        *bit = id % 32;
+        return true;
     }
-    *word = spans[at].first_word + id / 32;
-    *bit = id % 32;
-    return true;
-}
+};
 
 // The unique rows of ids, by rank and sorted, and the place of each id among them, by four
-// kernels. Words and numbers are 0 before.
+// kernels. Words and numbers are 0 before. `count_ids` and `list_ids` have a thread for each word;
+// behind the words is the number of blocks that have finished, for is_last_block, and behind
+// `before`, the number of rows before each word, are the sums over the blocks.
 
 // Set the bits of the rows.
-extern "C" __global__ void mark_ids(
-    const long long* ids, long long count, SPANS, unsigned* words) {
+extern "C" __global__ void mark_ids(const long long* ids, long long count, LookUp look_up) {
+    unsigned* words = look_up.words();
     each_thread(count, [&](long long i) {
         long long word;
         unsigned bit;
-        if (find_bit(ids[i], i, spans, tables, ranks, each, numbers, &word, &bit))
+        if (look_up.find_bit(ids[i], i, &word, &bit))
             if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
     });
 }
 
-// Count the rows: prefix sums over blocks. done: as in `survey`.
-extern "C" __global__ void count_ids(
-    const unsigned* words, int* counts, unsigned* done, Numbers* numbers) {
+// Count the rows: prefix sums over blocks.
+extern "C" __global__ void count_ids(LookUp look_up, int* before) {
+    unsigned* words = look_up.words();
+    unsigned* done = words + threads();
+    int* counts = before + threads();
     int count;
     sum_before(warp_sum(__popc(words[thread_id()])), &count);
     if (threadIdx.x == 0) counts[blockIdx.x] = count;
     if (!is_last_block(done)) return;
     const int all = exclusive_sums(counts, gridDim.x);
     if (threadIdx.x) return;
-    numbers->unique = all;
+    look_up.numbers->unique = all;
     *done = 0;
 }
 
-// List the rows, unless an id is no row. before: number of rows before each word. narrow: the list
-// in 32 bits.
+// List the rows, unless an id is no row. narrow: the list in 32 bits.
 extern "C" __global__ void list_ids(
-    const unsigned* words, const int* counts, SPANS, int* before, long long* unique, int* narrow) {
+    LookUp look_up, int* before, long long* unique, int* narrow) {
     const long long word = thread_id();
     const int at = find_first(
-        tables * max(ranks, 1), [&](int s) { return spans[s + 1].first_word <= word; });
-    const Span span = spans[at];
-    Found* found = numbers->found + at;
-    const unsigned bits = words[word];
-    const bool valid = !numbers->wrong;
+        look_up.parts(), [&](int s) { return look_up.spans[s + 1].first_word <= word; });
+    const Span span = look_up.spans[at];
+    Found* found = look_up.numbers->found + at;
+    const unsigned bits = look_up.words()[word];
+    const bool valid = !look_up.numbers->wrong;
+    const int* counts = before + threads();
     int of_block;
     const int of_warp = counts[blockIdx.x] + sum_before(warp_sum(__popc(bits)), &of_block);
     before[word] = of_warp + prefix_sum(__popc(bits)) - __popc(bits);
@@ -371,25 +402,27 @@ extern "C" __global__ void list_ids(
     });
 }
 
-// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to `told`,
-// in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as long as the
-// ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with `rest`, the
-// last id of each row; zeros before.
+// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to
+// `readback`, in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as
+// long as the ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with
+// `rest`, the last id of each row; zeros before.
 extern "C" __global__ void place_ids(
-    const long long* ids, long long count, const unsigned* words, SPANS, const int* before,
-    long long* places, Numbers* told, long long* known, long long* rest, long long* last) {
+    const long long* ids, long long count, LookUp look_up, const int* before, long long* places,
+    HOST Numbers* readback, long long* known, OPTIONAL long long* rest, OPTIONAL long long* last) {
+    const Numbers* numbers = look_up.numbers;
+    const unsigned* words = look_up.words();
     const long long listed = numbers->wrong ? 0 : numbers->unique;
     each_thread(count, [&](long long i) {
         if (rest && i >= listed) rest[i] = -1;
         long long word;
         unsigned bit;
-        const bool is_row = find_bit(ids[i], i, spans, tables, ranks, each, numbers, &word, &bit);
+        const bool is_row = look_up.find_bit(ids[i], i, &word, &bit);
         places[i] = is_row ? before[word] + __popc(words[word] & below(bit)) : 0;
         if (rest) atomicMax(last + places[i], i);
     });
-    each_thread(tables * max(ranks, 1), [&](long long s) { told->found[s] = numbers->found[s]; });
+    each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
-        known[0] = told->unique = numbers->unique;
-        known[1] = told->wrong = numbers->wrong;
+        known[0] = readback->unique = numbers->unique;
+        known[1] = readback->wrong = numbers->wrong;
     }
 }

@@ -2,6 +2,12 @@
 
 // Threads and warps of a launch, and how they share out work.
 
+// Marks of pointers among a kernel's parameters, for launch.py: the pointer may be null; parameters
+// give the strides of its tensor; its memory may be pinned CPU memory.
+#define OPTIONAL
+#define STRIDED
+#define HOST
+
 constexpr unsigned ALL = 0xffffffffu;  // lanes of a warp
 
 __device__ int lane_id() { return threadIdx.x % 32; }

@@ -11,13 +11,17 @@ __device__ long long chosen(unsigned long long bits, long long choices) {
     return (bits >> 11) % choices;
 }
 
-// Kernel parameters: words of a text, and where each of its sentences begins.
-#define TEXT const int *words, long long count, const long long *edges, int sentences
+struct Text {
+    const int* words;
+    long long length;
+    const long long* edges;  // where each sentence begins
+    int sentences;
 
-// Return the sentence of word i.
-__device__ int sentence_of(long long i, const long long* edges, int sentences) {
-    return find_first(sentences, [&](int s) { return edges[s + 1] <= i; });
-}
+    // Return the sentence of word i.
+    __device__ int sentence_of(long long i) const {
+        return find_first(sentences, [&](int s) { return edges[s + 1] <= i; });
+    }
+};
 
 // Draw which words of a text are kept: a bit for each.
 //
@@ -25,16 +29,16 @@ __device__ int sentence_of(long long i, const long long* edges, int sentences) {
 // whether any word of a sentence is kept; null if of all. counts: prefix sums over the stretches,
 // with the number of words kept behind them. done: 0 before and after.
 extern "C" __global__ void choose_kept(
-    unsigned long long key, TEXT, const float* keep, const bool* trained, unsigned* kept,
-    int* counts, int stretches, unsigned* done) {
+    unsigned long long key, Text text, const float* keep, OPTIONAL const bool* trained,
+    unsigned* kept, int* counts, int stretches, unsigned* done) {
     if (warp_id() < stretches) {
         const long long first = 32 * warp_id();
         unsigned bits = 0;
 #pragma unroll 8
         for (int w = 0; w < 32; w++) {
             const long long i = 32 * (first + w) + lane_id();
-            bool is_kept = i < count && unit(splitmix64(i, key)) < keep[words[i]];
-            if (is_kept && trained) is_kept = trained[sentence_of(i, edges, sentences)];
+            bool is_kept = i < text.length && unit(splitmix64(i, key)) < keep[text.words[i]];
+            if (is_kept && trained) is_kept = trained[text.sentence_of(i)];
             const unsigned ballot = __ballot_sync(ALL, is_kept);
             if (w == lane_id()) bits = ballot;
         }
@@ -50,13 +54,13 @@ extern "C" __global__ void choose_kept(
 // List the kept words and their sentences, in the order of `reference.interleave`. block_words: 0
 // if batches are consecutive text.
 extern "C" __global__ void list_kept(
-    TEXT, const unsigned* kept, const int* counts, int stretches, int block_words, int batches,
+    Text text, const unsigned* kept, const int* counts, int stretches, int block_words, int batches,
     int* kept_words, int* kept_sentences) {
     if (warp_id() >= stretches) return;
     const long long word = 32 * warp_id() + lane_id();
     const int blocks = block_words ? counts[stretches] / block_words : 0;
     each_bit(kept[word], word, counts[warp_id()], [&](int n, long long i) {
-        int sentence = sentence_of(i, edges, sentences);
+        int sentence = text.sentence_of(i);
         if (block_words) {
             const int block = n / block_words, batch = block % batches;
             if (block < blocks) {  // of a batch's blocks, those of the batches before come first
@@ -65,20 +69,25 @@ extern "C" __global__ void list_kept(
             }
             sentence = 2 * sentence + n / block_words % 2;
         }
-        kept_words[n] = words[i];
+        kept_words[n] = text.words[i];
         kept_sentences[n] = sentence;
     });
 }
 
+struct Pool {  // of batch.py
+    long long size, own;
+    bool fresh;
+    int part, parts;
+};
+
 // Draw the window size of each center of some batches, and its negatives.
 //
 // edges: where the centers of each batch begin, and their number. keys: seed of each batch, and
-// then of its pool. count: negatives per center. lowest, widest: range of window sizes. pool, ...,
-// parts: as in `Pool` of batch.py. cdf: cumulative probabilities of the words, in parts.
+// then of its pool. count: negatives per center. lowest, widest: range of window sizes. cdf:
+// cumulative probabilities of the words, in parts.
 extern "C" __global__ void draw(
     const long long* edges, const unsigned long long* keys, int batches, int count, int lowest,
-    int widest, long long pool, long long own, bool fresh, int part, int parts, const double* cdf,
-    int entries, int* windows, int* negatives) {
+    int widest, Pool pool, const double* cdf, int entries, int* windows, int* negatives) {
     const long long centers = edges[batches];
     each_thread(centers * (1 + count), [&](long long i) {
         const int center = i < centers ? i : (unsigned)(i - centers) / count;
@@ -93,18 +102,18 @@ extern "C" __global__ void draw(
             return;
         }
         double uniform = unit(bits);
-        if (pool) {
+        if (pool.size) {
             // Word `place` of the pool is drawn from a stretch of the distribution, or of the part.
-            const long long place = chosen(bits, pool);
+            const long long place = chosen(bits, pool.size);
             const double pooled = place + unit(splitmix64(place, keys[batches + batch]));
-            if (place >= own)
-                uniform = (pooled - own) / (pool - own);
+            if (place >= pool.own)
+                uniform = (pooled - pool.own) / (pool.size - pool.own);
             else
-                uniform = (part + (fresh ? uniform : pooled / own)) / parts;
+                uniform = (pool.part + (pool.fresh ? uniform : pooled / pool.own)) / pool.parts;
         }
         // The first entry whose cumulative probability is greater.
         const int entry = find_first(entries, [&](int e) { return cdf[e] <= uniform; });
-        const int length = entries / parts;
+        const int parts = pool.parts, length = entries / parts;
         negatives[i - centers] = entry % length * parts + (parts - 1 - entry / length);
     });
 }

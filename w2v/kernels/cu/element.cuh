@@ -37,9 +37,11 @@ __device__ Element to_element(float value, unsigned random) {
 #endif
 }
 
-// Kernel parameters that make up `View` of batch.py. slot: of each row's record; null if row r is
-// record r. Records are row_width elements apart.
-#define VIEW(which) Element *records_##which, const int *slot_##which
+// `View` of batch.py: the records of a table, row_width elements apart.
+struct View {
+    Element* records_SR;
+    OPTIONAL const int* slot_of_V;  // null if row r is record r
+};
 
 // N adjacent elements; pack i starts at element i * N of an array.
 template <int N>

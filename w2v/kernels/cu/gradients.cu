@@ -5,7 +5,7 @@
 //
 // Macros:
 //   DIM                     dimensions
-//   WINDOW, TARGETS, PATHS  see batch.cuh
+//   WINDOW, TARGETS, PATHS  see cuh
 //   ELEMENT                 of the records, see element.cuh
 //   COUNTED                 1 to count the pairs of each row
 //   CBOW                    1 for CBOW, 0 for skip-gram
@@ -28,16 +28,21 @@ constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in on
 constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
 constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
 
+struct Borrowed {
+    // Where copies of other ranks' weights begin, in elements from a table's first record.
+    long long inputs, outputs;
+    int me;  // this rank
+};
+
 // Return where the record of a row begins, in elements from the first record. Of a row of another
 // rank (not `me`) there is a copy of its weight: copies begin at `borrowed`, in order of index.
 __device__ long long record_at(
-    int row, const int* slot, const int* index, long long row_width, long long borrowed, int me) {
-    if (RANKS > 1 && row % RANKS != me) return borrowed + (long long)index[row] * DIM;
+    int row, const View& view, const TableGrads& grads, long long row_width, long long borrowed,
+    int me) {
+    if (RANKS > 1 && row % RANKS != me) return borrowed + (long long)grads.index_V[row] * DIM;
     const int own = row / RANKS;
-    return (slot ? slot[own] : own) * row_width;
+    return (view.slot_of_V ? view.slot_of_V[own] : own) * row_width;
 }
-#define RECORD(which, row)                                                                     \
-    record_at(row, slot_##which, index_##which, row_width, borrowed_##which, me)
 
 struct SharedRow {  // a row in shared memory
     Floats<LANES_WIDE> packs[VECTORS];
@@ -216,9 +221,14 @@ struct HotRows {
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
 extern "C" __global__ void skipgram(
-    VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long borrowed_in,
-    long long borrowed_out, int me, BATCH, double* loss, long long* pairs) {
-    const Batch batch = THE_BATCH;
+    View inputs, TableGrads input_grads, View outputs, TableGrads output_grads,
+    long long row_width, Borrowed borrowed, Batch batch, double* loss, long long* pairs) {
+    const auto input_at = [&](int row) {
+        return record_at(row, inputs, input_grads, row_width, borrowed.inputs, borrowed.me);
+    };
+    const auto output_at = [&](int row) {
+        return record_at(row, outputs, output_grads, row_width, borrowed.outputs, borrowed.me);
+    };
     const int lane = threadIdx.x % 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
     const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
@@ -227,7 +237,7 @@ extern "C" __global__ void skipgram(
     double lane_loss = 0;
     long long lane_pairs = 0;
 
-    for (long long center = warp_id(); center < centers; center += step) {
+    for (long long center = warp_id(); center < batch.centers; center += step) {
         if (!batch.has_context(center)) continue;
         const Path path = batch.path(center);
         const int targets_here = TARGETS + path.length;
@@ -237,12 +247,12 @@ extern "C" __global__ void skipgram(
             const bool has_target = start + lane < targets_here && lane < GROUP;
             const int target_row = has_target ? batch.target(center, start + lane, path) : -1;
             const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
-            const long long my_record = RECORD(out, read_row);
-            const long long my_index = target_row < 0 ? -1 : index_out[target_row];
+            const long long my_record = output_at(read_row);
+            const long long my_index = target_row < 0 ? -1 : output_grads.index_V[target_row];
             Row target[TAKEN], grad_target[TAKEN] = {};
 #pragma unroll
             for (int t = 0; t < TAKEN; t++)
-                target[t].load(records_out + __shfl_sync(ALL, my_record, t), lane);
+                target[t].load(outputs.records_SR + __shfl_sync(ALL, my_record, t), lane);
             const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
             const int targets = COUNTED ? __popc(__ballot_sync(ALL, my_index >= 0)) : 0;
             int contexts = 0;
@@ -252,15 +262,15 @@ extern "C" __global__ void skipgram(
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
                 const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
-                const long long word_record = word < 0 ? 0 : RECORD(in, word);
-                const long long word_index = word < 0 ? 0 : index_in[word];
+                const long long word_record = word < 0 ? 0 : input_at(word);
+                const long long word_index = word < 0 ? 0 : input_grads.index_V[word];
                 lane_pairs += start == 0 && word >= 0;
                 if (COUNTED) contexts += __popc(__ballot_sync(ALL, word >= 0));
-                if (COUNTED && word >= 0) atomicAdd(pairs_in + word_index, targets);
+                if (COUNTED && word >= 0) atomicAdd(input_grads.pairs_U + word_index, targets);
                 for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
                     Row context, grad_context = {};
-                    context.load(records_in + __shfl_sync(ALL, word_record, source), lane);
+                    context.load(inputs.records_SR + __shfl_sync(ALL, word_record, source), lane);
                     float dots[GROUP];
 #pragma unroll
                     for (int t = 0; t < GROUP; t++)
@@ -280,7 +290,7 @@ extern "C" __global__ void skipgram(
                         grad_target[t].add_scaled(context, scale);
                     }
                     const long long index = __shfl_sync(ALL, word_index, source);
-                    grad_context.add_to(grads_in + index * DIM, lane);
+                    grad_context.add_to(input_grads.grad_UD + index * DIM, lane);
                 }
             }
 #pragma unroll
@@ -288,13 +298,13 @@ extern "C" __global__ void skipgram(
                 const long long index = __shfl_sync(ALL, my_index, t);
                 const int row = PATHS ? __shfl_sync(ALL, target_row, t) : 0;
                 if (index >= 0 && !hot.add(grad_target[t], row, lane))
-                    grad_target[t].add_to(grads_out + index * DIM, lane);
+                    grad_target[t].add_to(output_grads.grad_UD + index * DIM, lane);
             }
-            if (COUNTED && my_index >= 0) atomicAdd(pairs_out + my_index, contexts);
+            if (COUNTED && my_index >= 0) atomicAdd(output_grads.pairs_U + my_index, contexts);
         }
     }
 
-    hot.flush(index_out, grads_out, lane);
+    hot.flush(output_grads.index_V, output_grads.grad_UD, lane);
     add_sums(lane_loss, lane_pairs, lane, loss, pairs);
 }
 #else
@@ -308,9 +318,14 @@ constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loa
 // Add the loss, the number of centers with context words, and the gradients of the unique rows; if
 // COUNTED, also the number of pairs that each gradient sums.
 extern "C" __global__ void cbow(
-    VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long borrowed_in,
-    long long borrowed_out, int me, BATCH, double* loss, long long* pairs) {
-    const Batch batch = THE_BATCH;
+    View inputs, TableGrads input_grads, View outputs, TableGrads output_grads,
+    long long row_width, Borrowed borrowed, Batch batch, double* loss, long long* pairs) {
+    const auto input_at = [&](int row) {
+        return record_at(row, inputs, input_grads, row_width, borrowed.inputs, borrowed.me);
+    };
+    const auto output_at = [&](int row) {
+        return record_at(row, outputs, output_grads, row_width, borrowed.outputs, borrowed.me);
+    };
     HotRows hot(batch);
     __shared__ SharedRow grad_of[TILE];  // what the context words of each center get
     __shared__ int targets_of[TILE];  // number of targets of each center, if COUNTED
@@ -320,9 +335,9 @@ extern "C" __global__ void cbow(
     double lane_loss = 0;
     long long lane_pairs = 0;
 
-    for (long long tile = (long long)blockIdx.x * TILE; tile < centers;
+    for (long long tile = (long long)blockIdx.x * TILE; tile < batch.centers;
          tile += (long long)gridDim.x * TILE) {
-        const int tile_centers = min((long long)TILE, centers - tile);
+        const int tile_centers = min((long long)TILE, batch.centers - tile);
         for (int n = warp; n < tile_centers; n += WARPS) {
             const long long center = tile + n;
             if (!batch.has_context(center)) continue;  // no position below is in its window
@@ -336,11 +351,11 @@ extern "C" __global__ void cbow(
                 const bool has_target = start + lane < targets_here && lane < GROUP;
                 target_row = has_target ? batch.target(center, start + lane, path) : -1;
                 const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
-                const long long my_record = RECORD(out, read_row);
-                my_index = target_row < 0 ? -1 : index_out[target_row];
+                const long long my_record = output_at(read_row);
+                my_index = target_row < 0 ? -1 : output_grads.index_V[target_row];
 #pragma unroll
                 for (int t = 0; t < TAKEN; t++)
-                    target[t].load(records_out + __shfl_sync(ALL, my_record, t), lane);
+                    target[t].load(outputs.records_SR + __shfl_sync(ALL, my_record, t), lane);
             };
             load_targets(0);  // before the context rows, so that all are on their way together
 
@@ -349,7 +364,7 @@ extern "C" __global__ void cbow(
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
                 const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
-                const long long word_record = word < 0 ? 0 : RECORD(in, word);
+                const long long word_record = word < 0 ? 0 : input_at(word);
                 unsigned left = __ballot_sync(ALL, word >= 0);
                 contexts += __popc(left);
                 while (left) {
@@ -358,7 +373,7 @@ extern "C" __global__ void cbow(
                     for (int r = 0; r < AT_ONCE; r++) {
                         if (!left) continue;
                         const long long record = __shfl_sync(ALL, word_record, __ffs(left) - 1);
-                        row[r].load(records_in + record, lane);
+                        row[r].load(inputs.records_SR + record, lane);
                         left &= left - 1;
                     }
 #pragma unroll
@@ -388,10 +403,10 @@ extern "C" __global__ void cbow(
                     Row grad_target = predicting;
                     grad_target.scale(scale);
                     if (!hot.add(grad_target, row, lane))
-                        grad_target.add_to(grads_out + index * DIM, lane);
+                        grad_target.add_to(output_grads.grad_UD + index * DIM, lane);
                 }
                 if (COUNTED) counted += __popc(__ballot_sync(ALL, my_index >= 0));
-                if (COUNTED && my_index >= 0) atomicAdd(pairs_out + my_index, 1);
+                if (COUNTED && my_index >= 0) atomicAdd(output_grads.pairs_U + my_index, 1);
                 start += GROUP;
                 if (start >= targets_here) break;
                 load_targets(start);
@@ -403,17 +418,18 @@ extern "C" __global__ void cbow(
         __syncthreads();
 
         // One warp takes a position of the text; its lanes find the centers that see it.
-        const long long tile_at = first + tile;
+        const long long tile_at = batch.first + tile;
         const bool has_center = lane < tile_centers;
-        const int window = has_center ? windows[tile + lane] : 0;
-        const int sentence = has_center ? sentences[tile_at + lane] : 0;
-        const long long end = min(length, tile_at + tile_centers + WINDOW);
+        const int window = has_center ? batch.windows[tile + lane] : 0;
+        const int sentence = has_center ? batch.sentences[tile_at + lane] : 0;
+        const long long end = min(batch.length, tile_at + tile_centers + WINDOW);
         for (long long base = max(0ll, tile_at - WINDOW) + warp; base < end;
              base += 32 * WARPS) {
             // The lanes look up 32 positions at once; the warp then takes one after another.
             const long long my_at = base + lane * WARPS;
-            const int my_sentence = my_at < end ? sentences[my_at] : 0;
-            const long long my_index = my_at < end ? index_in[words[my_at]] : -1;
+            const int my_sentence = my_at < end ? batch.sentences[my_at] : 0;
+            const long long my_index =
+                my_at < end ? input_grads.index_V[batch.words[my_at]] : -1;
             for (int source = 0; source < 32; source++) {
                 const long long at = base + source * WARPS;
                 if (at >= end) break;
@@ -424,15 +440,16 @@ extern "C" __global__ void cbow(
                     has_center && distance > 0 && distance <= window && its_sentence == sentence;
                 unsigned left = __ballot_sync(ALL, is_context);
                 if (!left) continue;
-                if (COUNTED && is_context) atomicAdd(pairs_in + index, targets_of[lane]);
+                if (COUNTED && is_context)
+                    atomicAdd(input_grads.pairs_U + index, targets_of[lane]);
                 Row grad = {};
                 for (; left; left &= left - 1) grad.add(grad_of[__ffs(left) - 1], lane);
-                grad.add_to(grads_in + index * DIM, lane);
+                grad.add_to(input_grads.grad_UD + index * DIM, lane);
             }
         }
         __syncthreads();  // before the next tile's gradients take the place of these
     }
-    hot.flush(index_out, grads_out, lane);
+    hot.flush(output_grads.index_V, output_grads.grad_UD, lane);
     add_sums(lane_loss, lane_pairs, lane, loss, pairs);
 }
 #endif

@@ -10,7 +10,7 @@
 #include "element.cuh"
 #include "unique.cuh"
 
-struct Hyper {  // of one step; what would lose digits in float is computed on the CPU
+struct Hyper {  // of batch.py: of one step; what would lose digits in float is computed on the CPU
     float lr, eps, weight_decay, lr_decay;
     float beta1, rest1, log_beta1, beta2, rest2, log_beta2;  // rest = 1 - beta
 };
@@ -83,13 +83,9 @@ __device__ unsigned long long rounding(
     return splitmix64(row * (row_width / 4) + first / 4, seed) >> 16 * (first % 4);
 }
 
-// A table and the gradients of its unique rows, as in VIEW and GRADS.
 struct Table {
-    Element* records;
-    const int* slot;
-    int *index, *rows;
-    float* grads;
-    int* pairs;               // that each gradient sums
+    View view;
+    TableGrads grads;         // of its unique rows
     int* places;              // of the gradients of all ranks
     unsigned long long seed;  // mixed, for the rounding to bfloat16
 };
@@ -100,57 +96,60 @@ struct Table {
 //
 // stepped: grows by the number of rows. cap: if not 0, a gradient that sums more pairs is scaled
 // down to the mean of `cap` of them.
-// peers, places, room: see PLACES; with RANKS = 0, gradients are those of the table.
+// lr: of this step, in place of that of `hyper`.
+// places: with RANKS = 0, gradients are those of the table.
 // fault: 0 as long as all is finite. A loss that is not finite sets it to this_step + 1; a number
 // that the record cannot hold to this_step + bit in the input table, + 2 * bit in the output table.
 // From then on no weight or state is written.
 // done: unless it is null, counts become 0; 0 before and after.
 // The bounds keep 32 warps in flight, with peers too: they wait for memory most of the time.
 extern "C" __global__ void __launch_bounds__(256, 4) step(
-    VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, int dim, int step_column,
-    int cap, float eps, float weight_decay, float lr_decay, float beta1, float rest1,
-    float log_beta1, float beta2, float rest2, float log_beta2, PLACES, long long* stepped,
-    unsigned long long* fault, long long bit, unsigned* done, float lr, float table_step,
-    unsigned long long seed_in, unsigned long long seed_out, const double* loss,
-    long long this_step) {
-    const Table in = {
-        records_in, slot_in, index_in, rows_in, grads_in, pairs_in, places_in, seed_in};
-    const Table out = {
-        records_out, slot_out, index_out, rows_out, grads_out, pairs_out, places_out, seed_out};
+    View inputs, TableGrads input_grads, View outputs, TableGrads output_grads,
+    long long row_width, int dim, int step_column, int cap, Hyper hyper, Places places,
+    long long* stepped, unsigned long long* fault, long long bit, OPTIONAL unsigned* done,
+    float lr, float table_step, unsigned long long seed_in, unsigned long long seed_out,
+    const double* loss, long long this_step) {
+    hyper.lr = lr;
+    const Table in = {inputs, input_grads, places.places_in, seed_in};
+    const Table out = {outputs, output_grads, places.places_out, seed_out};
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
-    const Hyper hyper = {lr,    eps,   weight_decay, lr_decay, beta1,
-                         rest1, log_beta1, beta2, rest2, log_beta2};
     const int lane = lane_id(), packs = dim / WIDE;
-    const long long inputs = *count_in, count = inputs + *count_out, stride = warps();
+    const long long count_in = *input_grads.row_count, stride = warps();
+    const long long count = count_in + *output_grads.row_count;
     if (blockIdx.x + threadIdx.x == 0) *stepped += count;
     for (long long item = warp_id(); item < count; item += stride) {
-        const bool output = item >= inputs;
+        const bool output = item >= count_in;
         const Table table = output ? out : in;
-        const long long n = output ? item - inputs : item;
-        const int row = table.rows[n];
-        Element* record = table.records + (table.slot ? table.slot[row] : row) * row_width;
+        const long long n = output ? item - count_in : item;
+        const int row = table.grads.rows_U[n];
+        const int slot = table.view.slot_of_V ? table.view.slot_of_V[row] : row;
+        Element* record = table.view.records_SR + slot * row_width;
         Bias bias;
         bias.step = table_step;
         if (step_column >= 0) bias.step = Pack<1>::load(record, step_column).at[0] + 1;
         bias.first = -expm1f(bias.step * hyper.log_beta1);  // 1 for beta1 = 0
         bias.second = -expm1f(bias.step * hyper.log_beta2);
-        int pairs = cap && !RANKS ? table.pairs[n] : 0;
+        int pairs = cap && !RANKS ? table.grads.pairs_U[n] : 0;
+        const auto pairs_of = [&](int rank) {
+            return output ? places.peers[rank].pairs_out : places.peers[rank].pairs_in;
+        };
         int place[RANKS + 1];
 #pragma unroll
         for (int rank = 0; rank < RANKS; rank++) {
-            place[rank] = table.places[rank * room + n];
+            place[rank] = table.places[rank * places.room + n];
             if (cap && place[rank] >= 0)
-                pairs += (output ? peers[rank].pairs_out : peers[rank].pairs_in)[place[rank]];
+                pairs += pairs_of(rank)[place[rank]];
         }
         const float scale = pairs > cap ? (float)cap / pairs : 1;
         const auto grads_of = [&](int rank) {
-            float* grads = output ? peers[rank].grads_out : peers[rank].grads_in;
+            const Peer& peer = places.peers[rank];
+            float* grads = output ? peer.grads_out : peer.grads_in;
             return (Floats<WIDE>*)(grads + (long long)place[rank] * dim);
         };
         for (int i = lane; i < packs; i += 32) {
             Floats<WIDE> grad = {};
-            Floats<WIDE>* grads = (Floats<WIDE>*)(table.grads + n * dim) + i;
+            Floats<WIDE>* grads = (Floats<WIDE>*)(table.grads.grad_UD + n * dim) + i;
             if (!RANKS) grad = *grads;
 #pragma unroll
             for (int rank = 0; rank < RANKS; rank++) {
@@ -188,15 +187,15 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
         }
         __syncwarp();
         if (lane == 0) {
-            if (table.index) table.index[row] = -1;
-            if (cap && !RANKS) table.pairs[n] = 0;
+            if (table.grads.index_V) table.grads.index_V[row] = -1;
+            if (cap && !RANKS) table.grads.pairs_U[n] = 0;
             for (int rank = 0; rank < RANKS; rank++) {
-                if (cap && place[rank] >= 0)
-                    (output ? peers[rank].pairs_out : peers[rank].pairs_in)[place[rank]] = 0;
-                table.places[rank * room + n] = -1;
+                if (cap && place[rank] >= 0) pairs_of(rank)[place[rank]] = 0;
+                table.places[rank * places.room + n] = -1;
             }
             if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);
         }
     }
-    if (done && is_last_block(done) && threadIdx.x == 0) *count_in = *count_out = *done = 0;
+    if (done && is_last_block(done) && threadIdx.x == 0)
+        *input_grads.row_count = *output_grads.row_count = *done = 0;
 }

@@ -44,8 +44,8 @@ __device__ void copy_records(
 // Copy table row rows[n] to record slots[n], or record n if slots is null; or back, `to_table`.
 // Negative rows are skipped. Records have `width` vectors; table rows are `stride` vectors apart.
 extern "C" __global__ void move_records(
-    float4* table, long long stride, const long long* rows, float4* records,
-    const long long* slots, long long count, int width, bool to_table) {
+    HOST STRIDED float4* table, long long stride, const long long* rows, float4* records,
+    OPTIONAL const long long* slots, long long count, int width, bool to_table) {
     each_warp(count, [&](long long n) {
         if (rows[n] < 0) return;
         float4* row = table + rows[n] * stride;
@@ -71,65 +71,78 @@ __device__ float4* record_of(
     return tables[row / rows] + row % rows * stride;
 }
 
-// Load row loaded[n] into slots[n] for each n < numbers[0]. From n = into_empty = numbers[1] on,
+struct Moves {  // of cuda_cache.py: rows of all tables, see `list` of cache.cu
+    const int *loaded, *evicted, *slots;
+    const long long* plan;
+};
+
+// Load row loaded[n] into slots[n] for each n < plan[0]. From n = into_empty = plan[1] on,
 // first write the row evicted[n - into_empty] back from that slot. One kernel does both, so that
 // reads and writes keep pace, which gets more of the link than one kernel for each.
 // slot_of: the slot of each row, `none` if it is not cached; may be null.
 extern "C" __global__ void exchange(
     float4* const* tables, long long rows, long long stride, float4* records, int width,
-    const int* loaded, const int* evicted, const int* slots, const long long* numbers,
-    int* slot_of, int none) {
-    const long long into_empty = numbers[1];
-    each_warp(numbers[0], [&](long long n) {
-        float4* slot = records + (long long)slots[n] * width;
-        float4* back =
-            n < into_empty ? nullptr : record_of(tables, rows, stride, evicted[n - into_empty]);
-        float4* from = record_of(tables, rows, stride, loaded[n]);
+    Moves moves, OPTIONAL int* slot_of, int none) {
+    const long long into_empty = moves.plan[1];
+    each_warp(moves.plan[0], [&](long long n) {
+        const int loaded = moves.loaded[n], at = moves.slots[n];
+        const int evicted = n < into_empty ? 0 : moves.evicted[n - into_empty];
+        float4* slot = records + (long long)at * width;
+        float4* back = n < into_empty ? nullptr : record_of(tables, rows, stride, evicted);
+        float4* from = record_of(tables, rows, stride, loaded);
         copy_records(from, slot, back ? slot : nullptr, back, width);
         if (slot_of && lane_id() == 0) {
-            if (back) slot_of[evicted[n - into_empty]] = none;
-            slot_of[loaded[n]] = slots[n];
+            if (back) slot_of[evicted] = none;
+            slot_of[loaded] = at;
         }
     });
 }
 
-// Bags of the ids of tables, each id with a place among unique rows, of which one may be padding,
-// or -1. Each table has `count` ids and `bags` bags: bag b begins at begins[b], or with begins =
-// null at b * size; the last of the `given` begins ends with the table's ids.
-#define BAGS                                                                                      \
-    const long long *places, long long count, const long long *begins, long long given, int size, \
-        long long bags, long long padding, bool mean
+// Bags of the ids of tables. Each table has `length` ids and `bags` bags:
+// bag b begins at begins[b], or at b * size; the last of the `given` begins ends with the table's
+// ids.
+struct Bags {
+    const long long* places;  // of each id among the unique rows
+    long long length;
+    OPTIONAL const long long* begins;
+    long long given;
+    int size;
+    long long bags;     // of a table
+    long long all;      // bags of all tables
+    long long padding;  // place of the padding row, or -1
+    bool mean;
+};
 
 struct Bag {
     long long first, end;
     float share;  // factor of each vector: for means, 1 by the number of ids that are not padding
 
-    __device__ Bag(long long n, BAGS) {
-        const long long b = n % bags;
-        first = begins ? begins[b] : b * size;
-        end = !begins ? first + size : b + 1 < given ? begins[b + 1] : count;
-        first = max(first, 0ll) + n / bags * count;
-        end = min(end, count) + n / bags * count;
+    __device__ Bag(long long n, const Bags& of) {
+        const long long b = n % of.bags, ids_before = n / of.bags * of.length;
+        first = of.begins ? of.begins[b] : b * of.size;
+        end = !of.begins ? first + of.size : b + 1 < of.given ? of.begins[b + 1] : of.length;
+        first = max(first, 0ll) + ids_before;
+        end = min(end, of.length) + ids_before;
         int ids = 0;
-        for (long long i = first + lane_id(); mean && i < end; i += 32)
-            ids += places[i] != padding;
-        share = mean ? 1.0f / max(1, warp_sum(ids)) : 1;
+        for (long long i = first + lane_id(); of.mean && i < end; i += 32)
+            ids += of.places[i] != of.padding;
+        share = of.mean ? 1.0f / max(1, warp_sum(ids)) : 1;
     }
 };
 
 // Write the sum or mean of each bag's weights, as floats. slots: of the unique rows, by default 0,
 // 1, 2, ...
 extern "C" __global__ void gather_bags(
-    const Element* records, long long row_width, const int* slots, long long all, BAGS, int dim,
+    const Element* records, long long row_width, OPTIONAL const int* slots, Bags bags, int dim,
     float* sums) {
-    each_warp(all, [&](long long b) {
-        const Bag bag(b, places, count, begins, given, size, bags, padding, mean);
+    each_warp(bags.all, [&](long long b) {
+        const Bag bag(b, bags);
         for (int d = lane_id(); d < dim; d += 32) {
             float sum = 0;
 #pragma unroll 4
             for (long long i = bag.first; i < bag.end; i++) {
-                const long long place = places[i];
-                if (place == padding) continue;
+                const long long place = bags.places[i];
+                if (place == bags.padding) continue;
                 const long long slot = slots ? slots[place] : place;
                 sum += to_float(records[slot * row_width + d]);
             }
@@ -141,15 +154,16 @@ extern "C" __global__ void gather_bags(
 // Add the gradient of each bag to those of its rows, in no fixed order; padding gets none. Strides
 // are those of tables and of bags in the gradients.
 extern "C" __global__ void add_gradients(
-    const float* grads, long long table_stride, long long bag_stride, long long all, BAGS, int dim,
+    STRIDED const float* grads, long long table_stride, long long bag_stride, Bags bags, int dim,
     float* sums) {
-    each_warp(all, [&](long long b) {
-        const Bag bag(b, places, count, begins, given, size, bags, padding, mean);
-        const float* grad_D = grads + b / bags * table_stride + b % bags * bag_stride;
+    each_warp(bags.all, [&](long long b) {
+        const Bag bag(b, bags);
+        const float* grad_D = grads + b / bags.bags * table_stride + b % bags.bags * bag_stride;
         for (int d = lane_id(); d < dim; d += 32) {
             const float grad = grad_D[d] * bag.share;
             for (long long i = bag.first; i < bag.end; i++)
-                if (places[i] != padding) atomicAdd(sums + places[i] * dim + d, grad);
+                if (bags.places[i] != bags.padding)
+                    atomicAdd(sums + bags.places[i] * dim + d, grad);
         }
     });
 }

@@ -34,6 +34,13 @@ struct Unique {
     const int *rows_in, *rows_out;
     long long inputs, outputs;
 
+    __device__ Unique(
+        const int* rows_in, const int* rows_out, const unsigned long long* count_in,
+        const unsigned long long* count_out)
+        : rows_in(rows_in), rows_out(rows_out), inputs(*count_in), outputs(*count_out) {}
+    __device__ Unique(const TableGrads& inputs, const TableGrads& outputs)
+        : Unique(inputs.rows_U, outputs.rows_U, inputs.row_count, outputs.row_count) {}
+
     __device__ long long total() const { return inputs + outputs; }
     __device__ bool is_output(long long n) const { return n >= inputs; }
     __device__ int row(long long n) const {
@@ -41,12 +48,22 @@ struct Unique {
     }
 };
 
+struct IdsByRank {  // of batch.py
+    int* ids_M;
+    const int* count_N;  // of each rank
+};
+
+struct Counts {  // of batch.py
+    const int* send_N;
+    int* recv_N;
+};
+
 // Count the ids to send to each rank, header included. sent: zeros before.
-extern "C" __global__ void count_owners(GRADS(in), GRADS(out), int* sent) {
+extern "C" __global__ void count_owners(TableGrads inputs, TableGrads outputs, int* sent) {
     __shared__ int here[RANKS];  // counts of this block
     each_rank([&](int rank) { here[rank] = blockIdx.x ? 0 : HEADER_ROWS; });
     __syncthreads();
-    const Unique unique = {rows_in, rows_out, (long long)*count_in, (long long)*count_out};
+    const Unique unique(inputs, outputs);
     each_thread(unique.total(), [&](long long n) { atomicAdd(here + unique.row(n) % RANKS, 1); });
     __syncthreads();
     each_rank([&](int rank) { if (here[rank]) atomicAdd(sent + rank, here[rank]); });
@@ -56,10 +73,10 @@ extern "C" __global__ void count_owners(GRADS(in), GRADS(out), int* sent) {
 //
 // rows: the row, plus rows_all in the output table; -1 in headers. ids: as the owner knows the row.
 // sent: from count_owners. listed: zeros before; ids listed so far for each rank.
-// ids_before, sent_before: of the batch one page before, whose headers get the counts `sent`.
+// before: of the batch one page before, whose headers get the counts `sent`.
 extern "C" __global__ void group_by_owner(
-    GRADS(in), GRADS(out), long long rows_all, int stride, const int* sent, int* listed,
-    long long* rows, int* ids, int* ids_before, const int* sent_before) {
+    TableGrads inputs, TableGrads outputs, long long rows_all, int stride, const int* sent,
+    int* listed, long long* rows, int* ids, IdsByRank before) {
     __shared__ int begin[RANKS];  // of each rank's ids
     __shared__ int here[RANKS];   // this block's ids of each rank: their number, then where they go
     if (threadIdx.x == 0)
@@ -68,9 +85,9 @@ extern "C" __global__ void group_by_owner(
     if (blockIdx.x == 0)
         each_rank([&](int rank) {
             for (int n = begin[rank]; n < begin[rank] + HEADER_ROWS; n++) rows[n] = ids[n] = -1;
-            ids_before[begin_of(rank, sent_before)] = ~sent[rank];
+            before.ids_M[begin_of(rank, before.count_N)] = ~sent[rank];
         });
-    const Unique unique = {rows_in, rows_out, (long long)*count_in, (long long)*count_out};
+    const Unique unique(inputs, outputs);
     for (long long first = (long long)blockIdx.x * blockDim.x; first < unique.total();
          first += (long long)gridDim.x * blockDim.x) {
         // The block counts its rows per owner, reserves room for them and then writes them.
@@ -90,7 +107,7 @@ extern "C" __global__ void group_by_owner(
             const int at = here[owner] + place;
             rows[at] = output ? rows_all + row : row;
             ids[at] = row / RANKS + (output ? stride : 0);
-            (output ? index_out : index_in)[row] = -1;
+            (output ? outputs : inputs).index_V[row] = -1;
         }
         __syncthreads();
     }
@@ -109,7 +126,8 @@ __device__ void copy_weight(
 // Set place_of[rows[n]] = n, headers aside, and zero the gradient of each row, and its number of
 // pairs unless `pairs` is null.
 extern "C" __global__ void index_borrowed(
-    const long long* rows, long long count, int* place_of, float* grads, int* pairs, int dim) {
+    const long long* rows, long long count, int* place_of, float* grads,
+    OPTIONAL int* pairs, int dim) {
     each_warp(count, [&](long long n) {
         const int lane = lane_id();
         for (int i = lane; i < dim / WIDE; i += 32) ((Floats<WIDE>*)(grads + n * dim))[i] = {};
@@ -120,60 +138,58 @@ extern "C" __global__ void index_borrowed(
 }
 
 // The ids received from all ranks; several may name the same row.
-struct Requests {
+struct RequestedIds {
     const int* ids;
+    long long length;
     int stride;
 
     __device__ bool is_header(long long n) const { return ids[n] < 0; }
     __device__ bool is_output(long long n) const { return ids[n] >= stride; }
     __device__ int row(long long n) const { return is_output(n) ? ids[n] - stride : ids[n]; }
 };
-#define REQUESTS const int *ids, long long count, int stride
 
 // Read from the headers how many ids each rank will send for the batch one page later.
 //
-// received: ids of this batch from each rank. next_sent: ids to send for the later batch.
-// both: for the CPU, next_sent and then next_received.
+// received: ids of this batch. following: of the later batch, of which the ids to send are known.
+// both: for the CPU, the ids to send and then those to receive.
 extern "C" __global__ void read_counts(
-    const int* ids, const int* received, const int* next_sent, int* next_received, int* both) {
+    IdsByRank received, Counts following, HOST int* both) {
     each_thread(RANKS, [&](long long rank) {
-        next_received[rank] = ~ids[begin_of(rank, received)];
-        both[rank] = next_sent[rank];
-        both[RANKS + rank] = next_received[rank];
+        following.recv_N[rank] = ~received.ids_M[begin_of(rank, received.count_N)];
+        both[rank] = following.send_N[rank];
+        both[RANKS + rank] = following.recv_N[rank];
     });
 }
 
 // Mark the requested rows.
-extern "C" __global__ void mark_requested(REQUESTS, bool* input_marks, bool* output_marks) {
-    const Requests requests = {ids, stride};
-    each_thread(count, [&](long long n) {
+extern "C" __global__ void mark_requested(
+    RequestedIds requests, bool* input_marks, bool* output_marks) {
+    each_thread(requests.length, [&](long long n) {
         if (!requests.is_header(n))
             (requests.is_output(n) ? output_marks : input_marks)[requests.row(n)] = true;
     });
 }
 
 // List the unique requested rows.
-extern "C" __global__ void own(REQUESTS, GRADS(in), GRADS(out)) {
-    const Requests requests = {ids, stride};
-    each_thread(count, [&](long long n) {
+extern "C" __global__ void own(RequestedIds requests, TableGrads inputs, TableGrads outputs) {
+    each_thread(requests.length, [&](long long n) {
         if (requests.is_header(n)) return;
-        if (requests.is_output(n))
-            add_unique(requests.row(n), index_out, rows_out, count_out);
-        else
-            add_unique(requests.row(n), index_in, rows_in, count_in);
+        if (requests.is_output(n)) outputs.add(requests.row(n));
+        else inputs.add(requests.row(n));
     });
 }
 
 // Copy the weights of all requested rows, the first `dim` elements of each record.
 extern "C" __global__ void gather_weights(
-    REQUESTS, VIEW(in), VIEW(out), long long row_width, int dim, Element* weights) {
-    const Requests requests = {ids, stride};
-    each_warp(count, [&](long long n) {
+    RequestedIds requests, View inputs, View outputs, long long row_width, int dim,
+    Element* weights) {
+    each_warp(requests.length, [&](long long n) {
         if (requests.is_header(n)) return;
         const bool output = requests.is_output(n);
         copy_weight(
-            output ? records_out : records_in, output ? slot_out : slot_in, requests.row(n),
-            row_width, dim, weights, n);
+            output ? outputs.records_SR : inputs.records_SR,
+            output ? outputs.slot_of_V : inputs.slot_of_V, requests.row(n), row_width, dim, weights,
+            n);
     });
 }
 
@@ -223,18 +239,19 @@ __device__ void add_facts(
 // Add the received gradients to those of the unique rows, and the numbers of pairs unless
 // grad_pairs is null.
 extern "C" __global__ void collect(
-    REQUESTS, const int* received, const float* grads, const int* grad_pairs, GRADS(in),
-    GRADS(out), int dim, double* loss, long long* pairs, long long* fault) {
-    const Requests requests = {ids, stride};
+    RequestedIds requests, const int* received, const float* grads,
+    OPTIONAL const int* grad_pairs, TableGrads inputs, TableGrads outputs, int dim, double* loss,
+    long long* pairs, long long* fault) {
     if (blockIdx.x + threadIdx.x == 0)
         add_facts(
             [&](int rank) { return grads + begin_of(rank, received) * dim; }, loss, pairs, fault);
-    each_warp(count, [&](long long n) {
+    each_warp(requests.length, [&](long long n) {
         if (requests.is_header(n)) return;
         const bool output = requests.is_output(n);
-        const long long index = (output ? index_out : index_in)[requests.row(n)];
+        const TableGrads sums = output ? outputs : inputs;
+        const long long index = sums.index_V[requests.row(n)];
         const float* from = grads + n * dim;
-        float* to = (output ? grads_out : grads_in) + index * dim;
+        float* to = sums.grad_UD + index * dim;
         const int lane = lane_id();
 #if WIDE == 4 && __CUDA_ARCH__ >= 900
         for (int i = lane; i < dim / 4; i += 32)
@@ -242,8 +259,7 @@ extern "C" __global__ void collect(
 #else
         for (int i = lane; i < dim; i += 32) atomicAdd(to + i, from[i]);
 #endif
-        if (lane == 0 && grad_pairs)
-            atomicAdd((output ? pairs_out : pairs_in) + index, grad_pairs[n]);
+        if (lane == 0 && grad_pairs) atomicAdd(sums.pairs_U + index, grad_pairs[n]);
     });
 }
 
@@ -290,14 +306,10 @@ extern "C" __global__ void gather_marks(
     });
 }
 
-// Rows in a window: those of batch `slot`, at most so many of each table.
-#define LISTED long long most_in, long long most_out, int slot
-
-__device__ Unique listed_by(const Peer& rank, LISTED) {
+// Return the rows that a rank has listed of batch `slot`, at most so many of each table.
+__device__ Unique listed_by(const Peer& rank, long long most_in, long long most_out, int slot) {
     const unsigned long long* counts = rank.counts + 2 * slot;
-    return {
-        rank.rows_in + slot * most_in, rank.rows_out + slot * most_out, (long long)counts[0],
-        (long long)counts[1]};
+    return {rank.rows_in + slot * most_in, rank.rows_out + slot * most_out, counts, counts + 1};
 }
 
 // Reset the indices of listed rows to -1, and mark the rows by rank unless `marks` is null.
@@ -305,12 +317,13 @@ __device__ Unique listed_by(const Peer& rank, LISTED) {
 // marks: of both tables of the first rank, rows_each long, then of the next. next_counts: of the
 // list that is made next, become 0.
 extern "C" __global__ void mark_listed(
-    GRADS(in), GRADS(out), unsigned long long* next_counts, long long rows_each, bool* marks) {
+    TableGrads inputs, TableGrads outputs, unsigned long long* next_counts, long long rows_each,
+    OPTIONAL bool* marks) {
     if (thread_id() < 2) next_counts[thread_id()] = 0;
-    const Unique unique = {rows_in, rows_out, (long long)*count_in, (long long)*count_out};
+    const Unique unique(inputs, outputs);
     each_thread(unique.total(), [&](long long n) {
         const int row = unique.row(n), output = unique.is_output(n);
-        (output ? index_out : index_in)[row] = -1;
+        (output ? outputs : inputs).index_V[row] = -1;
         if (marks) marks[(row % RANKS * 2 + output) * rows_each + row / RANKS] = true;
     });
 }
@@ -322,8 +335,9 @@ extern "C" __global__ void mark_listed(
 // borrowed: grows by the number of rows of other ranks.
 extern "C" __global__ void borrow_from_peers(
     int* index_in, int* index_out, Element* weights_in, Element* weights_out, long long row_width,
-    int dim, GRADS(own_in), GRADS(own_out), unsigned long long* borrowed, PLACES, int me,
-    LISTED, int turn) {
+    int dim, TableGrads own_in, TableGrads own_out, unsigned long long* borrowed, Places places,
+    int me, long long most_in, long long most_out, int slot, int turn) {
+    const Peer* peers = places.peers;
     constexpr int TOGETHER = 8;  // rows that a warp looks at
     __shared__ int borrowed_here;
     if (threadIdx.x == 0) borrowed_here = 0;
@@ -355,9 +369,8 @@ extern "C" __global__ void borrow_from_peers(
             const int row = listed.row(n);
             if (row % RANKS != me) return;
             const int index =
-                output ? unique_index(row / RANKS, index_own_out, rows_own_out, count_own_out)
-                       : unique_index(row / RANKS, index_own_in, rows_own_in, count_own_in);
-            (output ? places_out : places_in)[rank * room + index] =
+                output ? own_out.find_or_add(row / RANKS) : own_in.find_or_add(row / RANKS);
+            (output ? places.places_out : places.places_in)[rank * places.room + index] =
                 output ? n - listed.inputs : n;
         });
     }

@@ -35,19 +35,19 @@ __device__ void each_row(const Batch& batch, Input input, Output output) {
 }
 
 // List the unique rows of both tables that take part in a pair.
-extern "C" __global__ void unique_rows(GRADS(in), GRADS(out), BATCH) {
+extern "C" __global__ void unique_rows(TableGrads inputs, TableGrads outputs, Batch batch) {
     each_row(
-        Batch THE_BATCH, [&](int row) { return add_unique(row, index_in, rows_in, count_in); },
-        [&](int row) { return add_unique(row, index_out, rows_out, count_out); });
+        batch, [&](int row) { return inputs.add(row); },
+        [&](int row) { return outputs.add(row); });
 }
 
 // Mark those rows. Reading first avoids most writes, which would repeat for frequent words.
-extern "C" __global__ void mark(BATCH, bool* input_marks, bool* output_marks) {
+extern "C" __global__ void mark(Batch batch, bool* input_marks, bool* output_marks) {
     const auto set = [](bool* marks, int row) {
         if (marks[row]) return false;
         return marks[row] = true;
     };
     each_row(
-        Batch THE_BATCH, [&](int row) { return set(input_marks, row); },
+        batch, [&](int row) { return set(input_marks, row); },
         [&](int row) { return set(output_marks, row); });
 }

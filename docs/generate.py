@@ -43,8 +43,8 @@ CONFIGURATION = """\
 
 Settings on the command line override files; later ones override earlier ones. Code, such as
 `optimizer.name=package.Class`, is imported only if the command line or Python names it: if a file
-names it, repeat it on the command line. `w2v train --help-config` prints the list below. Generated
-by `make docs`.
+names it, repeat it on the command line. `w2v train --help-config` prints the list below (generated
+by `make docs`). [Optimizers](optimizers.md#automatic-settings) says what `auto` chooses.
 """
 
 

@@ -31,9 +31,9 @@ from w2v.kernels.batch import (
     SKIPGRAM,
     Batch,
     Counts,
+    IdsByRank,
     Objective,
     Page,
-    Requests,
     StepShape,
     View,
 )
@@ -297,7 +297,7 @@ def shard_operations(kernels, batch, seed):
     zeros = partial(torch.zeros, dtype=torch.int32, device=device)
 
     # List the rows by owner. The order within an owner is that in which threads come: sort it.
-    before = Requests(zeros(size * headers) - 1, zeros(size) + headers)
+    before = IdsByRank(zeros(size * headers) - 1, zeros(size) + headers)
     send_N = zeros(size)
     listed = kernels.list_requests(batch, send_N, zeros(size), before)
     total = int(send_N.sum())
@@ -339,7 +339,7 @@ def shard_operations(kernels, batch, seed):
     fault = torch.tensor((7 << 35) + 5, device=device)
     kernels.write_headers(borrowed, fault, send_N)
     fault.zero_()
-    kernels.collect(Requests(ids_U, send_N), (grad_UD, pairs_U), owned, fault)
+    kernels.collect(IdsByRank(ids_U, send_N), (grad_UD, pairs_U), owned, fault)
     found |= {"loss": owned.loss, "pairs": owned.pairs, "fault": fault}
     found |= {"input gradients": sorted_grads(owned.inputs)}
     return found | {"output gradients": sorted_grads(owned.outputs)}

@@ -375,15 +375,23 @@ def test_structs_are_named_tuples_with_the_fields_in_order(launches):
 
 
 def test_a_packed_struct_is_of_its_own_type(launches):
-    span = Spans.of([Span(ROWS, 3, (0,))], [], CPU).on_device
-    args = cuda_cache.LookUp(span, 1, 1, 4, span)
-    launch.kernel("cache.cu", "mark_ids").bind(look_up=launch.packed("cache.cu", "LookUp", args))
+    args = cuda.c_struct("batch.cuh", "Batch")(
+        *[torch.zeros(1, dtype=torch.int32)] * 2,
+        1,
+        1,
+        1,
+        *[torch.zeros(1, dtype=torch.int32)] * 2,
+        None,
+        None,
+        None,
+    )
     kernel = launch.kernel("unique.cu", "mark", WINDOW=1, TARGETS=2, PATHS=0)
-    for wrong in (launch.packed("cache.cu", "LookUp", args), args, bytes(80)):
-        with pytest.raises(TypeError, match="mark of unique.cu: batch is Batch, not"):
+    assert kernel.bind(batch=launch.packed("batch.cuh", "Batch", args))
+    for wrong in (args, bytes(80), None):
+        with pytest.raises(TypeError, match="mark of unique.cu: batch"):
             kernel.bind(batch=wrong)
-    with pytest.raises(TypeError, match="LookUp: numbers is Numbers[*], not a tensor of"):
-        launch.packed("cache.cu", "LookUp", args._replace(numbers=span.float()))
+    with pytest.raises(TypeError, match="Batch: codes is unsigned char[*], not a tensor of"):
+        launch.packed("batch.cuh", "Batch", args._replace(codes=args.words))
 
 
 def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from w2v.kernels.launch import THREADS, blocks_for, c_struct, kernel, packed
+from w2v.kernels.launch import THREADS, blocks_for, c_struct, kernel
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # As in cache.cu: bits of a row's number of uses, the limit at which all numbers are halved, and the
@@ -345,10 +345,9 @@ def find_rows(
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     ranks = 0 if are_rows else spans.ranks
-    args = LookUp(
+    look_up = LookUp(
         spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
     )
-    look_up = packed("cache.cu", "LookUp", args)
     blocks = blocks_for(ids)
     kernel("cache.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
     kernel("cache.cu", "count_ids")(word_blocks, look_up=look_up, before=before_W)

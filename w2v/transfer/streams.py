@@ -57,8 +57,8 @@ class Waits:
     @property
     def seconds(self) -> float:
         """Seconds of all waits that are over."""
-        self._collect()
-        return self._seconds
+        over = (before.elapsed_time(after) for before, after in self._open if after.query())
+        return self._seconds + sum(over) / 1000
 
     def _collect(self) -> None:
         while self._open and self._open[0][1].query():

@@ -262,7 +262,7 @@ def use_bags(dtype):
     )
     for count in (None, torch.tensor(3)):
         for slots in (None, slots_U):
-            args = slots, count, sums_UD, 0.1
+            args = slots, count, sums_UD, torch.tensor(0.1)  # as torch's optimizers may have it
             cuda.step_rows(optimizer, (1.0, -1), 2**64 - 1, records_SR, *args)
 
 

@@ -251,7 +251,7 @@ class CudaKernels(Kernels):
         most = grads.inputs.grad_UD.shape[0] + grads.outputs.grad_UD.shape[0]
         launch(
             blocks_for(32 * most),
-            lr=lr,
+            lr=float(lr),
             table_step=step,
             seed_in=input_table.next_rounding_seed(),
             seed_out=output_table.next_rounding_seed(),
@@ -471,7 +471,7 @@ def step_rows(
         # The kernel gets slots in place of rows, and no slot of each row.
         input_grads=slot_grads(slots_U, grad_UD, count),
         row_width=records_SR.shape[1],
-        lr=lr,
+        lr=float(lr),
         table_step=step,
         seed_in=seed,
     )

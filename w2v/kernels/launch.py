@@ -236,9 +236,9 @@ def _fields(source: str, ctype: str, device: int) -> Arguments:
 
 
 def packed(source: str, ctype: str, value: tuple[Any, ...]) -> bytes:
-    """Return a struct for several launches, packed once; it does not keep the tensors.
+    """Return a struct of PACKED as bytes, without keeping its tensors.
 
-    Two launches of a step so take 2 of 22 us less on the CPU.
+    Two launches of a step share it, which saves 2 of 22 us on the CPU.
     """
     arguments = _fields(source, ctype, torch._C._cuda_getDevice())
     memory = bytearray(arguments.size)

@@ -36,7 +36,7 @@ def assert_equal(table, dense):
 
 
 def is_comparable(storage, device, cached, dtype, step, **_):
-    """Return whether an embedding can be stored so, and computes as torch does."""
+    """Return whether an embedding can be stored so and compared bit by bit."""
     has_memory = device == "cuda" or storage in ("cpu", "mmap")
     has_cache = not cached or storage in ("cpu", "pinned")
     # Rows hold their own scalars in float64, and torch's modules theirs in float32.

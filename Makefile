@@ -103,7 +103,7 @@ test-readme: $(TOOLS) ## run the make commands of README on small texts; some mi
 # GPU_JOBS processes share the tests, but for those that need a GPU for themselves.
 test-gpu: GPU_JOBS = 8
 test-gpu: $(TOOLS) ## run the tests that need a GPU
-	$(PY) -m pytest -q -rs -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS)
 	$(PY) -m pytest -q -rs -m "gpu and alone" $(ARGS)
 
 # Without torch's cache every tensor is an allocation, whose bounds the checker knows. torch's own

@@ -55,13 +55,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # gensim's about itself
     pytest.mark.usefixtures("one_thread"),
 ]
-# Each takes 1 to 40 s of a core. Others train the same model, but for the kind of text or window.
+# Each takes 1 to 40 s of a core. Others train the same model, but for the kind of text or window;
+# those of locks and of hierarchical softmax are in test_word2vec.py.
 SLOW = """
     test_evaluate_word_pairs test_evaluate_word_pairs_from_file test_parallel
     test_sg_neg_fromfile test_sg_neg_online test_sg_fixedwindowsize test_load_old_models_2_x
     test_load_old_models_3_x test_cbow_neg_fromfile test_cbow_neg_online test_cbow_fixedwindowsize
     test_cbow_fixedwindowsize_fromfile test_cbow_hs_fromfile test_cbow_hs_online test_sg_hs_fromfile
-    test_sg_hs_online test_sg_fixedwindowsize_fromfile
+    test_sg_hs_online test_sg_fixedwindowsize_fromfile test_locking test_sg_hs test_cbow_hs
 """.split()
 
 

@@ -416,6 +416,11 @@ def test_ranks_share_the_text(lengths, world_size):
     assert largest <= -(-16 // world_size)
 
 
+def test_parts_of_a_batch_are_rounded_up():
+    samplers = rank_samplers([8] * 40, 3)  # whose batches have 16 words
+    assert [max(len(batch.windows_B) for batch in its.epoch()) for its in samplers] == [6] * 3
+
+
 @settings(max_examples=60)
 @given(
     lengths=LINES,

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def hash_file(path: Path, digest: Any) -> str:
 
 def in_gensim(name: str) -> Path:
     """Return the path of a data file of gensim, whose import takes a second."""
-    return Path(find_spec("gensim").origin).parent / "test" / "test_data" / name
+    return Path(str(distribution("gensim").locate_file(f"gensim/test/test_data/{name}")))
 
 
 @contextlib.contextmanager

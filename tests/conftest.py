@@ -1,9 +1,13 @@
 """Fixtures of all tests, and the reason to skip those that need a GPU."""
 
 import contextlib
+import fcntl
 import gc
+import os
 import signal
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -54,12 +58,27 @@ def pytest_runtest_protocol(item):
     def fail(number, frame):
         pytest.fail(f"it takes longer than {MOST_SECONDS} s")
 
-    signal.signal(signal.SIGALRM, fail)
-    signal.alarm(MOST_SECONDS)
-    try:
-        return (yield)
-    finally:
-        signal.alarm(0)
+    with gpu_lock(item):
+        signal.signal(signal.SIGALRM, fail)
+        signal.alarm(MOST_SECONDS)
+        try:
+            return (yield)
+        finally:
+            signal.alarm(0)
+
+
+@contextlib.contextmanager
+def gpu_lock(item):
+    """Let tests that need a GPU alone wait for those of other processes, and the other way."""
+    if not item.get_closest_marker("gpu"):
+        yield
+        return
+    kind = fcntl.LOCK_SH
+    if item.get_closest_marker("alone"):
+        kind = fcntl.LOCK_EX
+    with open(Path(tempfile.gettempdir(), f"w2v-gpu-tests-{os.getuid()}"), "w") as lock:
+        fcntl.flock(lock, kind)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ from w2v.training import run_folder as run_folders
 from w2v.training.checkpoint import Checkpoint, Checkpoints
 
 ROOT = Path(__file__).parents[2]
+SIGNALS = int(os.environ.get("W2V_SIGNALS", "12"))  # moments of each kind
 KILLS = int(os.environ.get("W2V_KILLS", "2"))
 PHASE_KILLS = min(KILLS, 20)
 TEST_KILLS = 5  # at most, so that the tests of a phase can share the cores
@@ -295,23 +297,27 @@ def test_a_program_that_hangs_fails_with_its_stack(programs, arguments, tmp_path
             programs.wait_for(lambda: False, seconds=0)
 
 
-slow = pytest.mark.skipif("W2V_SLOW" not in os.environ, reason="make test-faults runs it")
-
-
-@pytest.mark.parametrize("victim", ["run", pytest.param("reader", marks=slow)])
-def test_a_run_or_the_process_that_reads_for_it_is_killed(arguments, tmp_path, victim):
-    """In a run that nothing was loaded for, a forked process reads the text."""
+def test_a_run_that_is_killed_while_it_reads_frees_the_cache(programs, arguments, tmp_path):
     text, data = tmp_path / "text.txt", tmp_path / "data"
     text.write_text("some words that are read for a while " * 1_000_000)
-    paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={tmp_path}", "--dry-run"]
-    command = [sys.executable, "train.py", *arguments, *paths]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
-        while not next(run.stdout).startswith("reading"):
-            pass
-        (reader,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        os.kill(run.pid if victim == "run" else int(reader), signal.SIGKILL)
-        output = run.stdout.read()  # until both have ended
-    assert run.returncode == (-signal.SIGKILL if victim == "run" else 0), output
-    assert ("reading" in output) == bool(list(data.rglob("words.txt"))) == (victim == "reader")
+    paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={tmp_path}"]
+    programs.start(*arguments, *paths)
+    programs.wait_for(lambda: "reading" in programs.output.read_text())
+    programs.kill()
+    assert not list(data.rglob("words.txt"))
     with exclusive(data / "cache", pytest.fail):  # the lock is free
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_in_the_first_half_second_end_with_their_status(
+    programs, arguments, tmp_path, number
+):
+    for delay in np.linspace(0, 0.7, SIGNALS) ** 2:
+        process = programs.start(*arguments, f"run.dir={tmp_path}", "train.epochs=1000")
+        time.sleep(delay)
+        os.kill(process, number)
+        status, output = programs.wait()
+        # The system ends the program before it handles signals; shells say 128 + number then too.
+        assert status in (-number, 128 + number), output
+        assert "error" not in output and "Traceback" not in output, output

@@ -115,8 +115,8 @@ def run_program(program, arguments, output, limits, ranks, restarts, forked):
 
 def serve():
     """Load everything, then fork a process for each line of standard input."""
-    # Scripts in the background ignore these.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Scripts in the background ignore these. Programs begin as `cli.start` begins them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, chain=True)  # also in forked processes
     signal.alarm(240)

@@ -6,10 +6,13 @@ import os
 import signal
 import socket
 import traceback
+from datetime import timedelta
 from multiprocessing import get_context
 
 import torch
 
+from w2v.distributed import launcher
+from w2v.distributed import ranks as distributed_ranks
 from w2v.distributed.ranks import ProcessGroup
 
 SECONDS = 300  # in which a call must be done
@@ -25,16 +28,18 @@ class Pool:
 
     def __init__(self, size, device="cpu"):
         self.device = device
-        with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
         self._pipes, self._processes = [], []
-        for rank in range(size):
-            pipe, child_pipe = PROCESSES.Pipe()
-            arguments = child_pipe, rank, size, port, device
-            process = PROCESSES.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            self._pipes.append(pipe)
-            self._processes.append(process)
+        # Rank 0 gets the socket itself: another test could take a port that is free for a while.
+        with socket.create_server(("localhost", 0)) as server:
+            for rank in range(size):
+                pipe, child_pipe = PROCESSES.Pipe()
+                listener = server if rank == 0 else None
+                arguments = child_pipe, rank, size, server.getsockname()[1], listener, device
+                process = PROCESSES.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                self._pipes.append(pipe)
+                self._processes.append(process)
+            self._receive(self._pipes[0])  # it has the socket
 
     def run(self, function, *arguments):
         """Return what `function(ranks, *arguments)` returns in each rank.
@@ -66,8 +71,13 @@ class Pool:
         return [process.exitcode for process in self._processes]
 
 
-def _serve(pipe, rank, size, port, device):
+def _serve(pipe, rank, size, port, listener, device):
     faulthandler.enable()
+    launcher.listener = listener
+    if listener:
+        pipe.send((False, None))
+    # Many tests share the cores and GPUs: a rank that compiles kernels may take minutes.
+    distributed_ranks.TIMEOUT = timedelta(seconds=SECONDS)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -227,27 +228,22 @@ def test_full_disk_is_named_for_standard_input(tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path) and not any(tmp_path.iterdir())
 
 
-READING = """
-import sys
-from functools import partial
-from w2v.api import train
-from w2v.config import load_config
-from w2v.system.process import forked
-for path in sys.argv[1:]:
-    settings = [f"corpus.path={path}", "corpus.data_dir=data", "vocab.min_count=1"]
-    with forked(partial(train.encode, load_config([], settings), 40)) as reader:
-        pass
-    print(reader.exitcode)
-"""
+def test_a_kill_while_standard_input_is_read_leaves_nothing(tmp_path):
+    command = [sys.executable, "train.py", "-", f"corpus.data_dir={tmp_path}"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as process:
+        process.stdin.write(b"some words " * 1_000_000)  # more than a pipe holds: it is reading
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and not os.listdir(tmp_path)
 
 
-def test_the_reading_process_says_whether_it_has_the_ids(tmp_path):
-    (tmp_path / "good").write_text("the cat sat\n")
-    (tmp_path / "binary").write_bytes(b"\0")
-    command = [sys.executable, "-c", READING, "good", "binary"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["0", "1"]
+def test_what_an_earlier_kill_left_of_standard_input_is_removed(tmp_path, monkeypatch):
+    left = tmp_path / ".stdin-00000000.txt.abcdefgh.partial"
+    others = tmp_path / ".text8.gz.abcdefgh.partial"  # another process may be writing it
+    left.mkdir()
+    others.mkdir()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some words")))
+    spooled = train.spool(str(tmp_path))
+    assert spooled.read_text() == "some words" and set(tmp_path.iterdir()) == {others, spooled}
 
 
 def test_help_names_all_commands_and_the_version_is_the_packages(capsys):

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -116,16 +117,6 @@ def test_a_text_that_changes_while_it_is_read_is_refused(configured, tmp_path, m
     assert not list((tmp_path / "data" / "cache").iterdir())
 
 
-def test_checksums_are_compared_once(configured, monkeypatch):
-    config = configured()
-    expected = open_corpus(config)[1]
-    monkeypatch.setattr(corpus, "checksums", None)  # would fail if called
-    found = open_corpus(config, checked=True)[1]
-    assert np.array_equal(found.ids, expected.ids) and found.digest == expected.digest
-    with pytest.raises(TypeError):
-        open_corpus(config)
-
-
 def test_raw_text_is_split_into_words(configured, tmp_path):
     (tmp_path / "text").write_text("The cat, it sat. A dog!\n" * 30)
     vocab, corpus = open_corpus(configured())
@@ -235,3 +226,30 @@ def test_a_cache_folder_that_cannot_be_written(configured, tmp_path):
     (tmp_path / "data").write_text("")
     with pytest.raises(ConfigError, match=r"data.cache cannot be written .*corpus.data_dir="):
         open_corpus(configured())
+
+
+def test_a_stray_file_does_not_block_a_new_text(tmp_path):
+    (tmp_path / "text").write_text("a b a b a b\n")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "x.partial").touch()
+    settings = [f"corpus.path={tmp_path}/text", f"corpus.data_dir={tmp_path}", "vocab.min_count=1"]
+    _, corpus = open_corpus(load_config([], settings))
+    assert corpus.raw_words == 6 and (tmp_path / "cache" / "x.partial").exists()
+
+
+def test_temporary_ids_have_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sentences = [["a", "b", "c"], ["b", "c"]]
+    written = Corpus.write(tmp_path / "ids", blocks(sentences))
+
+    def watched():
+        for block in blocks(sentences):
+            assert os.listdir(tmp_path) == ["ids"]
+            yield block
+
+    corpus = Corpus.temporary(watched())
+    assert np.array_equal(corpus.ids, written.ids)
+    assert np.array_equal(corpus.offsets, written.offsets)
+    assert corpus.raw_words == written.raw_words and os.listdir(tmp_path) == ["ids"]
+    with pytest.raises(NoKnownWords):
+        Corpus.temporary(blocks([["a", "?"], ["?"]]))

@@ -1,5 +1,6 @@
 """Cores, signals, exit and versions of this process."""
 
+import contextlib
 import math
 import os
 import signal
@@ -16,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_code(code):
-    """Run Python code in a process of its own, where SIGINT is not ignored."""
+    """Run Python code in a process of its own, where no signal is ignored."""
     imports = "import os, signal, time\nfrom w2v.system import process\n"
-    restored = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    restored = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # as of `&` in a script
+    restored += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # as of nohup
     command = [sys.executable, "-c", imports + restored + code]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
@@ -40,9 +42,13 @@ def test_signal_ends_with_its_status(name, status):
 
 
 def test_recorded_signal_only_sets_the_status():
-    with Signals() as signals, signals.recorded():
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.status == 143
+    reached = False
+    with pytest.raises(SystemExit) as stop, Signals() as signals:
+        with signals.recorded():
+            os.kill(os.getpid(), signal.SIGTERM)
+        reached = signals.status == 143
+    assert reached and stop.value.code == 143
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Signals keeps its handler while ending
 
 
 def test_deferred_signal_raises_after_the_block():
@@ -53,6 +59,17 @@ def test_deferred_signal_raises_after_the_block():
     assert reached
     assert stop.value.code == 143
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Signals keeps its handler while ending
+
+
+@pytest.mark.parametrize("raised", [None, ValueError("because of it")], ids=str)
+def test_signal_counts_where_a_library_swallows_its_exception(raised):
+    with pytest.raises(SystemExit) as stop, Signals():
+        with contextlib.suppress(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if raised:
+            raise raised
+    assert stop.value.code == 143
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_handlers_are_restored():

@@ -1,6 +1,7 @@
 """Run folders: created, found, locked and cleaned up."""
 
 import os
+import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables
 from w2v.config import ConfigError, flat_config, load_config
+from w2v.system.files import atomic_path
 from w2v.text import CorpusError
 from w2v.training import run_folder
 from w2v.training.checkpoint import Checkpoints
@@ -146,11 +148,26 @@ def test_only_one_process_has_the_lock(tmp_path):
 
 def test_lock_removes_what_a_killed_process_left(tmp_path):
     (tmp_path / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
-    (tmp_path / ".scores.json.x.partial").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001.old.partial").mkdir()
+    with pytest.raises(KeyError), atomic_path(tmp_path / "scores.json") as temporary:
+        shutil.copytree(temporary.parent, tmp_path / "copy")
+        left = temporary.parent.name
+        raise KeyError
+    (tmp_path / "copy").rename(tmp_path / left)
     (tmp_path / "vectors.kv").touch()
     run_folder.lock(tmp_path).close()
     assert sorted(os.listdir(tmp_path)) == [".lock", "checkpoints", "vectors.kv"]
     assert not os.listdir(tmp_path / "checkpoints")
+
+
+def test_lock_leaves_files_and_folders_of_others(tmp_path):
+    (tmp_path / "x.partial").touch()
+    (tmp_path / "notes.partial").mkdir()
+    (tmp_path / ".notes.txt.abcdefgh.partial").touch()
+    (tmp_path / ".linked.abcdefgh.partial").symlink_to(tmp_path)
+    before = set(tmp_path.iterdir())
+    run_folder.lock(tmp_path).close()
+    assert set(tmp_path.iterdir()) == before | {tmp_path / ".lock"}
 
 
 def test_rank_that_does_not_see_the_folder_is_named(tmp_path):

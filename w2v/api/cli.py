@@ -261,11 +261,15 @@ def start(*command: str) -> NoReturn:
     limit_threads()
     sys.path.append("")  # optimizer.name=module.Class finds a module of this folder
     if arguments[:1] == ["train"]:
+        # Ctrl-C ends the program without a traceback until `Signals` are handled.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         exit_fast(launcher.run(main, arguments))
     # End quietly when the reader of a pipe, such as `head`, has ended.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with Signals():
-        exit_fast(main(arguments))
+        status = main(arguments)
+    exit_fast(status)
 
 
 COMPLETION = """\

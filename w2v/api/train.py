@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import filecmp
 import gc
 import hashlib
 import logging
 import os
+import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +28,8 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.system import console
-from w2v.system.files import naming_file, one_line
-from w2v.system.process import Signals, cores, describe_environment, forked, open_gpu
+from w2v.system.files import atomic_path, exclusive, naming_file, one_line, remove_partial
+from w2v.system.process import Signals, cores, describe_environment
 from w2v.system.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -74,36 +72,33 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     # Load: settings, torch and the text.
     level = console.RESULTS if options.quiet else logging.INFO
     level = console.DETAILS if options.verbose or options.dry_run else level
-    with launcher.on_all_ranks():
+    with launcher.on_all_ranks(), signals.deferred():
         config, files, assignments = read_settings(options)
+    if config.corpus.path == STDIN:
+        with launcher.on_all_ranks():
+            assignments.append(f"corpus.path={spool(config.corpus.data_dir)}")
+            config = load_config(files, assignments)
     console.log_to_console(console.ERRORS if launcher.started() else level)
     console.log.info("start     loading torch")  # seconds
-    # A new text is encoded while torch is imported: 0.5 s less for 45 MB, and 3 s in the first run
-    # of an installation, as numba compiles meanwhile. A thread would wait for the importing one.
-    is_new = not (options.resume or launcher.number("RANK") or "torch" in sys.modules)
-    encoding = forked(partial(encode, config, level)) if is_new else contextlib.nullcontext()
-    starting = timeline.phase("starting")
-    with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
-        import_torch(config, is_new)
+    with signals.deferred():
         from w2v.training import build, memory, plan, run_folder, trainer
         from w2v.transfer.links import measure_copy_rate
 
         ranks = plan.join_ranks(config)
-    console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
-    folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
-    if folder:
-        lock = run_folder.lock(folder, ranks)
-        with ranks.reraise():
-            config = run_folder.resume_config(folder, files, assignments)
-            run_folder.require_text(folder, config)
-    ranks.require_equal(plan.common_facts(config))
+        console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
+        folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
+        if folder:
+            lock = run_folder.lock(folder, ranks)
+            with ranks.reraise():
+                config = run_folder.resume_config(folder, files, assignments)
+                run_folder.require_text(folder, config)
+        ranks.require_equal(plan.common_facts(config))
     timeline.begin("reading")
-    checked = encoder is not None and encoder.exitcode == 0  # the checksums, by that process
-    opened = plan.open_together(config, ranks, checked)
+    opened = plan.open_together(config, ranks)
 
     # Plan, and check that it fits.
     timeline.begin("set-up")
-    with ranks.reraise():
+    with signals.deferred(), ranks.reraise():
         given = config
         planned = plan.make_plan(config, opened, folder, ranks)
         config = planned.config  # with a value for each `auto`
@@ -176,43 +171,19 @@ def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks:
 
 
 def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[str]]:
-    """Return the config of a run, and the files and assignments that gave it.
-
-    Text from standard input is written to a file, which becomes corpus.path.
-    """
+    """Return the config of a run, and the files and assignments that gave it."""
     if options.resume == "":  # such as of an empty variable: not a new run
         raise ConfigError("--resume '' names no run; name its folder, or latest")
     files, assignments = sort_settings(options.settings)
     config = load_config(files, assignments)
-    if config.corpus.path == STDIN:
-        assignments.append(f"corpus.path={spool(config.corpus.data_dir)}")
-        config = load_config(files, assignments)
     if config.run.tensorboard and find_spec("tensorboard") is None:
         missing = "run.tensorboard=true needs a package that is not installed"
         raise ConfigError(f"{missing}; pip install tensorboard")
-    if not options.resume:
+    if not options.resume and config.corpus.path != STDIN:
         from w2v.text.sources import require_source
 
         require_source(config.corpus.path, config.corpus.data_dir)
     return config, files, assignments
-
-
-def import_torch(config: Config, is_new: bool) -> None:
-    """Import torch and what trains, while threads open and warm up the GPU."""
-    if config.train.device != "cpu":
-        open_gpu(launcher.number("LOCAL_RANK"))
-    gc.disable()  # it would search a million objects of torch several times, for 0.3 s
-    import torch
-
-    from w2v.model import sampler
-
-    if is_new and config.train.device != "cpu" and torch.cuda.is_available():
-        threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
-    from w2v.training import build, plan, trainer  # noqa: F401 - which the caller imports again
-
-    if is_new:
-        gc.freeze()
-    gc.enable()
 
 
 def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -247,20 +218,6 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, assignments
 
 
-def encode(config: Config, level: int) -> None:
-    """Encode the corpus, unless it is cached; exit with 1 for an error.
-
-    The error itself is left to `train`.
-    """
-    from w2v.text import open_corpus
-
-    console.log_to_console(level)
-    try:
-        open_corpus(config)
-    except (ValueError, MemoryError, OSError):
-        sys.exit(1)
-
-
 def spool(data_dir: str) -> Path:
     """Write standard input to a file in `data_dir`, named by its content.
 
@@ -273,18 +230,20 @@ def spool(data_dir: str) -> Path:
     folder = Path(os.path.expanduser(data_dir))
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=4)
-    with (
-        naming_file(folder),
-        tempfile.TemporaryDirectory(prefix=".stdin-", dir=folder) as temporary,
-    ):
-        with open(Path(temporary, "text"), "wb") as file:
-            while block := sys.stdin.buffer.read(1 << 20):
-                digest.update(block)
-                file.write(block)
-            if not file.tell():
-                raise ConfigError("standard input is empty; send a text, or name a file")
+    # A file without a name, which the system frees even after a kill.
+    with naming_file(folder), tempfile.TemporaryFile(dir=folder) as text:
+        while block := sys.stdin.buffer.read(1 << 20):
+            digest.update(block)
+            text.write(block)
+        if not text.tell():
+            raise ConfigError("standard input is empty; send a text, or name a file")
         spooled = folder / f"stdin-{digest.hexdigest()}.txt"
-        # The same text keeps its file, as cached ids belong to the file.
-        if not (spooled.exists() and filecmp.cmp(file.name, spooled, shallow=False)):
-            Path(file.name).replace(spooled)
+        text.flush()
+        opened = f"/proc/self/fd/{text.fileno()}"
+        with exclusive(folder, lambda: None):  # against another text from standard input
+            remove_partial(folder, ".stdin-")
+            # The same text keeps its file, as cached ids belong to the file.
+            if not (spooled.exists() and filecmp.cmp(opened, spooled, shallow=False)):
+                with atomic_path(spooled) as temporary:
+                    shutil.copyfile(opened, temporary)
         return spooled

@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -247,58 +245,57 @@ class Word2Vec(word2vec.Word2Vec):
             f"{self.layer1_size} features, using sg={self.sg} hs={self.hs} sample={self.sample} "
             f"negative={self.negative} window={self.window} shrink_windows={self.shrink_windows}",
         )
-        with TemporaryDirectory(prefix="w2v-") as folder:
-            start = time.monotonic()
-            if corpus_iterable is None:
-                corpus_iterable = word2vec.LineSentence(corpus_file)
-            counter = itertools.count()  # of sentences
-            counted = (sentence for sentence, _ in zip(corpus_iterable, counter, strict=False))
-            corpus = None
-            try:
-                corpus = self._encode(counted, Path(folder, "ids"))
-                raw_words = corpus.raw_words
-            except NoKnownWords as error:  # gensim does not raise here either
-                log.warning(f"{error}; nothing is trained")
-                raw_words = error.raw_words
-            examples = next(counter)
+        start = time.monotonic()
+        if corpus_iterable is None:
+            corpus_iterable = word2vec.LineSentence(corpus_file)
+        counter = itertools.count()  # of sentences
+        counted = (sentence for sentence, _ in zip(corpus_iterable, counter, strict=False))
+        corpus = None
+        try:
+            corpus = self._encode(counted)
+            raw_words = corpus.raw_words
+        except NoKnownWords as error:  # gensim does not raise here either
+            log.warning(f"{error}; nothing is trained")
+            raw_words = error.raw_words
+        examples = next(counter)
 
-            def log_epoch(epoch: int, trained: int, seconds: float) -> None:
-                self._log_epoch_end(
-                    epoch,
-                    examples,
-                    total_examples,
-                    raw_words,
-                    total_words,
-                    trained,
-                    seconds,
-                    corpus_file is not None,
-                )
+        def log_epoch(epoch: int, trained: int, seconds: float) -> None:
+            self._log_epoch_end(
+                epoch,
+                examples,
+                total_examples,
+                raw_words,
+                total_words,
+                trained,
+                seconds,
+                corpus_file is not None,
+            )
 
-            threads = torch.get_num_threads()
-            torch.set_num_threads(max(1, min(self.workers, cores())))
-            try:
-                if corpus is None:
-                    trained = self._train_on_nothing(epochs, callbacks)
-                else:
-                    sample_ints = self.wv.expandos["sample_int"][:size]
-                    vocab = GensimsVocab(words, counts, raw_words, len(words), sample_ints)
-                    trained = self._train_on(config, vocab, corpus, callbacks, log_epoch)
-            finally:
-                torch.set_num_threads(threads)
-            seconds = time.monotonic() - start
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, min(self.workers, cores())))
+        try:
+            if corpus is None:
+                trained = self._train_on_nothing(epochs, callbacks)
+            else:
+                sample_ints = self.wv.expandos["sample_int"][:size]
+                vocab = GensimsVocab(words, counts, raw_words, len(words), sample_ints)
+                trained = self._train_on(config, vocab, corpus, callbacks, log_epoch)
+        finally:
+            torch.set_num_threads(threads)
+        seconds = time.monotonic() - start
         self._log_train_end(raw_words * epochs, trained, seconds, job_tally=0)
         self.total_train_time += seconds
         self.train_count += 1
         self._call(callbacks, "on_train_end")
         return trained, raw_words * epochs
 
-    def _encode(self, sentences: Iterable[Iterable[str]], folder: Path) -> Corpus:
-        """Write the ids of the words that are trained to a new folder."""
+    def _encode(self, sentences: Iterable[Iterable[str]]) -> Corpus:
+        """Return the ids of the words that are trained, in temporary files."""
         index = self.wv.key_to_index
         size = self._trained_words
         if size < len(index):
             index = {word: row for word, row in index.items() if row < size}
-        return Corpus.write(folder, encode_sentences(sentences, index))
+        return Corpus.temporary(encode_sentences(sentences, index))
 
     def _config(
         self, given: Mapping[str, Any], epochs, seed, alpha=None, min_alpha=None, words=np.inf

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ log = logging.getLogger("w2v")
 # Control characters, line separators, and what turns the direction of text.
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete yet
+# Names of the folders that `atomic_path` and checkpoints write to.
+TEMPORARY_NAME = re.compile(r"\..+\.[a-z0-9_]{8}\.partial|step-\d+(\.old)?\.partial")
 
 
 @contextlib.contextmanager
@@ -49,10 +51,15 @@ def atomic_path(path: str | Path, synced: bool = True) -> Iterator[Path]:
     sync(path.parent)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in a folder that no other writes to."""
-    for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-        shutil.rmtree(path)
+def remove_partial(folder: Path, prefix: str = "") -> None:
+    """Remove the temporary folders of killed processes.
+
+    No other process may write to such names meanwhile. Files and folders of other names stay, and
+    what cannot be removed is left.
+    """
+    for path in folder.glob(f"{prefix}*{TEMPORARY_SUFFIX}"):
+        if TEMPORARY_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:
@@ -192,7 +199,7 @@ def hash_file(path: Path, digest: Any) -> str:
 
 def in_gensim(name: str) -> Path:
     """Return the path of a data file of gensim, whose import takes a second."""
-    return Path(find_spec("gensim").origin).parent / "test" / "test_data" / name
+    return Path(str(distribution("gensim").locate_file(f"gensim/test/test_data/{name}")))
 
 
 @contextlib.contextmanager

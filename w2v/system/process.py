@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import io
 import math
-import multiprocessing
 import os
 import platform
 import signal
@@ -108,54 +107,10 @@ def terminate_with_parent(parent: int) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-@contextlib.contextmanager
-def forked(function: Callable[[], None]) -> Iterator[multiprocessing.process.BaseProcess]:
-    """Run a function in a forked process during the block, and wait for it.
-
-    For work that leaves its result on disk, and that the caller repeats if it fails. There must be
-    no threads yet, and no GPU in use.
-    """
-    parent = os.getpid()
-
-    def run() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this one
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # cleans up
-        terminate_with_parent(parent)
-        function()
-
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    try:
-        yield child
-    except BaseException:
-        child.terminate()
-        raise
-    finally:
-        child.join()
-
-
 def escape_unencodable() -> None:
     r"""Escape characters that standard output cannot encode, as \u65e5."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def open_gpu(number: int = 0) -> None:
-    """Open the context of a GPU in a thread, where there is a driver.
-
-    It takes 0.3 s, in which this process may import torch, which uses the context later. Processes
-    that are forked later must not use the GPU.
-    """
-
-    def open_context() -> None:
-        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does
-        with contextlib.suppress(OSError):
-            driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-            if driver.cuInit(0) == 0:
-                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-
-    threading.Thread(target=open_context, name="open_gpu", daemon=True).start()
 
 
 def exit_fast(status: int) -> NoReturn:
@@ -186,7 +141,8 @@ class Signals:
     """Handler of SIGINT, SIGTERM and SIGHUP; a second one ends at once.
 
     While entered, a signal raises `SystemExit` with status 130, 143 or 129. Within `recorded` and
-    `deferred`, the first one only sets `status`.
+    `deferred`, the first one only sets `status`. Libraries may swallow the exception, or raise
+    another one because of it: the block ends with `SystemExit` in any case.
     """
 
     def __init__(self) -> None:
@@ -204,23 +160,27 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # While the program is ending, another signal must still end it at once.
         if error[0] is SystemExit:
-            return  # the program is ending, and another signal must still end it at once
+            return
+        if self.status:
+            raise SystemExit(self.status) from None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Only set `status` in the block, which checks it."""
+        before = self._recording
         self._recording = True
         try:
             yield
         finally:
-            self._recording = False
+            self._recording = before
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise at the end of the block, which may swallow exceptions."""
+        """Raise at the end of the block, for libraries that swallow exceptions."""
         with self.recorded():
             yield
         if self.status:

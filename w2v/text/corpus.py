@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -81,21 +82,8 @@ class Corpus:
         """
         folder = Path(folder)
         folder.mkdir(parents=True)
-        raw_words = 0
-        end = 0  # of the last sentence
         with open(folder / IDS, "wb") as ids, open(folder / OFFSETS, "wb") as offsets:
-
-            def write_ids(block: EncodedBlock) -> EncodedBlock:
-                ids.write(block.ids)
-                return block
-
-            offsets.write(np.zeros(1, np.int64))
-            for block in map_in_order(1, write_ids, zip(blocks)):  # while next ones are encoded
-                offsets.write(end + np.cumsum(block.lengths))
-                end += int(block.lengths.sum())
-                raw_words += block.raw_words
-        if not end:
-            raise NoKnownWords(raw_words)
+            raw_words = _write_blocks(blocks, ids, offsets)
         header = {"format": FORMAT, "raw_words": raw_words, "text": files_stamp}
         if vocab:
             (folder / WORDS).write_bytes("\n".join(vocab.words).encode())
@@ -107,6 +95,19 @@ class Corpus:
         header["files"] = {path.name: checksums(path) for path in folder.iterdir()}
         (folder / HEADER).write_text(sealed(header))
         return cls.open(folder, checked=True)
+
+    @classmethod
+    def temporary(cls, blocks: Iterable[EncodedBlock]) -> Corpus:
+        """Map ids in files without a name, which the system frees even after a kill.
+
+        Raises `NoKnownWords` if there is nothing to write.
+        """
+        with TemporaryFile() as ids, TemporaryFile() as offsets:
+            raw_words = _write_blocks(blocks, ids, offsets)
+            ids.flush()
+            offsets.flush()
+            ids_N = np.memmap(ids, np.int32, "r")
+            return cls(ids_N, np.memmap(offsets, np.int64, "r"), raw_words)
 
     @classmethod
     def open(cls, folder: str | Path, checked: bool = False) -> Corpus:
@@ -141,6 +142,25 @@ class Corpus:
         )
 
 
+def _write_blocks(blocks: Iterable[EncodedBlock], ids: BinaryIO, offsets: BinaryIO) -> int:
+    """Write ids and offsets; return the number of words of the text."""
+    raw_words = 0
+    end = 0  # of the last sentence
+
+    def write_ids(block: EncodedBlock) -> EncodedBlock:
+        ids.write(block.ids)
+        return block
+
+    offsets.write(np.zeros(1, np.int64))
+    for block in map_in_order(1, write_ids, zip(blocks)):  # while next ones are encoded
+        offsets.write(end + np.cumsum(block.lengths))
+        end += int(block.lengths.sum())
+        raw_words += block.raw_words
+    if not end:
+        raise NoKnownWords(raw_words)
+    return raw_words
+
+
 def checksums(path: Path) -> list[int]:
     """Return the size of a file, and the CRC-32 of each of its pieces."""
 
@@ -153,10 +173,8 @@ def checksums(path: Path) -> list[int]:
     return [size, *on_threads(crc32, range(0, size, PIECE_BYTES), cores())]
 
 
-def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
+def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     """Open the vocabulary and the ids of a text; encode it if it is new.
-
-    Checksums of cached ids are not compared if another process has just `checked` them.
 
     Raises:
         CorpusError: There is no such text, it cannot be read, or it is being changed.
@@ -171,7 +189,7 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
     config = replace(config, corpus=replace(config.corpus, tokenize=mode))
     folder = data_dir / CACHE / _cache_name(files, config)
     files_stamp = stamp(files)
-    opened = cached(folder, files_stamp, checked)
+    opened = cached(folder, files_stamp)
     if not opened:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -199,13 +217,13 @@ def _cache_name(files: list[Path], config: Config) -> str:
 
 
 def cached(
-    folder: Path, files_stamp: str, checked: bool = False, report: Callable[[str], None] = log.debug
+    folder: Path, files_stamp: str, report: Callable[[str], None] = log.debug
 ) -> tuple[Vocab, Corpus] | None:
     """Open a cached text; return None if it is damaged or outdated."""
     if not (folder / HEADER).exists():
         return None
     try:
-        corpus = Corpus.open(folder, checked)
+        corpus = Corpus.open(folder)
         if corpus.files_stamp != files_stamp:
             return None
         # Not vocab.tsv, as a line for each of two million words takes a second to read.

@@ -43,6 +43,7 @@ MAX_WORD_BYTES = 40_000  # 10,000 characters of four bytes; a file with a longer
 BUFFER_BYTES = BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING
 LONG_WORD = f"over {MAX_WORD_BYTES // 4:,} characters without a space"
 SENTENCES_AT_ONCE = 256
+NOTHING = np.empty(0, np.int32)
 LOG_SECONDS = 10.0  # from one line of progress to the next where there is no terminal
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # how errors="surrogateescape" marks such bytes
 
@@ -112,10 +113,10 @@ def encode_sentences(
 class ThreadTable:
     """Words that a thread has read; their codes and rows follow later."""
 
-    def __init__(self, codes: np.ndarray | None = None):
+    def __init__(self, codes: np.ndarray = NOTHING):
         self.words = WordTable()
         self.codes = codes  # by number, once the words are merged
-        self.rows: np.ndarray | None = None  # by number, once there is a vocabulary
+        self.rows = NOTHING  # by number, once there is a vocabulary
 
     def merge(self, merged: MergedWords) -> None:
         """Add the words to `merged`, which gives them codes."""
@@ -373,7 +374,7 @@ def _encode_blocks(
     rows = map_in_order(workers, row_of.take, ((table.codes,) for table in tables))
     for table, table_rows in zip(tables, rows, strict=True):
         table.rows = table_rows
-        table.codes = None  # frees its memory
+        table.codes = NOTHING  # frees its memory
     yield from _join_sentences(map_in_order(workers, encode, with_words()))
 
 

@@ -14,11 +14,6 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.cpython.unsafe.numbers import trailing_zeros
-from numba.extending import intrinsic
-from numba.np.arrayobj import make_array
 
 from w2v.system.jit import compiled
 
@@ -36,8 +31,9 @@ NEW_WORDS = 1 << 12  # that a table has room for, at least, when a text is numbe
 PARTITIONS = 64  # of all words, by hash; a power of two
 
 # Unsigned 64-bit integers: numba would convert them to floats when combined with signed ones.
-ZERO, LOW_HALF = map(np.uint64, (0, 0xFFFF_FFFF))
-HALF, TOP = map(np.uint64, (32, 56))  # shifts
+ZERO, ONE, LOW_HALF = map(np.uint64, (0, 1, 0xFFFF_FFFF))
+LAST_BIT, HALF, TOP = map(np.uint64, (7, 32, 56))  # shifts
+LOW_BITS = np.uint64(0x0101_0101_0101_0101)
 HIGH_BITS = np.uint64(0x8080_8080_8080_8080)
 ABOVE_SPACE = np.uint64(0x2121_2121_2121_2121)
 FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2**64 / golden ratio
@@ -259,16 +255,19 @@ def _normalize(text, size, becomes, new):
     return out
 
 
-@intrinsic
-def _chunk(typing_context, array, byte):
-    """Return the eight bytes from any byte of an array on as one integer."""
-
-    def generate(context, builder, signature, arguments):
-        data = make_array(signature.args[0])(context, builder, arguments[0]).data
-        start = builder.gep(builder.bitcast(data, ir.IntType(8).as_pointer()), [arguments[1]])
-        return builder.load(builder.bitcast(start, ir.IntType(64).as_pointer()), align=1)
-
-    return types.uint64(array, types.int64), generate
+@inlined
+def _chunk(text, start):
+    """Return eight bytes as one integer; LLVM makes one load of them."""
+    place = np.uint64(start)  # numba would look for negative places otherwise
+    chunk = np.uint64(text[place])
+    chunk |= np.uint64(text[place + np.uint64(1)]) << np.uint64(8)
+    chunk |= np.uint64(text[place + np.uint64(2)]) << np.uint64(16)
+    chunk |= np.uint64(text[place + np.uint64(3)]) << np.uint64(24)
+    chunk |= np.uint64(text[place + np.uint64(4)]) << np.uint64(32)
+    chunk |= np.uint64(text[place + np.uint64(5)]) << np.uint64(40)
+    chunk |= np.uint64(text[place + np.uint64(6)]) << np.uint64(48)
+    chunk |= np.uint64(text[place + np.uint64(7)]) << np.uint64(56)
+    return chunk
 
 
 @inlined
@@ -304,10 +303,11 @@ def _first_slot(key, slots):
 @compiled
 def _rehash(chunks, starts, size, slots):
     """Enter words into an empty hash table, frequent ones mostly first."""
+    text = chunks.view(np.uint8)
     for number in range(size):
         start = 8 * starts[number]
         end = 8 * starts[number + 1]
-        key = _key(chunks, start, end - start)
+        key = _key(text, start, end - start)
         slot = _first_slot(key, slots)
         while slots[slot, 1]:
             slot = (slot + 1) & (len(slots) - 1)
@@ -369,7 +369,9 @@ def _number(text, size, first, table, known, i, token, longest, numbers):
         while not ends:
             end += 8
             ends = _ends(_chunk(text, end))
-        end += np.int64(trailing_zeros(ends)) >> 3
+        # The bytes below the lowest mark, one bit each, are counted by a product.
+        below = (((ends & (ZERO - ends)) >> LAST_BIT) - ONE) & LOW_BITS
+        end += np.int64(below * LOW_BITS >> TOP)
         kind = KINDS[text[end]]
         while kind == WORD:  # a control character is part of the word
             end += 1
@@ -399,11 +401,12 @@ def _merge(numbers, table, merged, known, partition, codes):
     """Add words of a table to a merged one; return the size of that."""
     chunks, starts, counts, firsts, _ = table
     to_chunks, to_starts, to_counts, to_firsts, to_slots = merged
+    text = chunks.view(np.uint8)
     for source in numbers:
         start = 8 * starts[source]
         end = 8 * starts[source + 1]
-        key = _key(chunks, start, end - start)
-        slot = _find(chunks, start, end, key, to_chunks, to_starts, to_slots)
+        key = _key(text, start, end - start)
+        slot = _find(text, start, end, key, to_chunks, to_starts, to_slots)
         value = to_slots[slot, 1]
         if value:
             number = np.int64(value & LOW_HALF) - 1
@@ -412,7 +415,7 @@ def _merge(numbers, table, merged, known, partition, codes):
         else:
             number = known
             known += 1
-            _add(chunks, start, end, key, slot, number, to_chunks, to_starts, to_slots)
+            _add(text, start, end, key, slot, number, to_chunks, to_starts, to_slots)
             to_firsts[number] = firsts[source]
         to_counts[number] += counts[source]
         codes[source] = number * PARTITIONS + partition

@@ -57,12 +57,12 @@ def join_ranks(config: Config) -> Ranks:
     return ranks
 
 
-def open_together(config: Config, ranks: Ranks, checked: bool = False) -> tuple[Vocab, Corpus]:
+def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
     """Open the corpus on all ranks; rank 0 encodes it if necessary."""
     opened = None
     with ranks.reraise():
         if ranks.rank == 0:
-            opened = open_corpus(config, checked)
+            opened = open_corpus(config)
     return opened or open_corpus(config)  # the others find it in the cache
 
 

@@ -100,11 +100,10 @@ test-readme: $(TOOLS) ## run the make commands of README on small texts; some mi
 	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/e2e/test_docs.py \
 	  -k "line_by_line or tour" $(ARGS)
 
-# GPU_JOBS processes share the tests, but for those that need a GPU for themselves.
+# Tests marked `alone` wait for the others of their GPU.
 test-gpu: GPU_JOBS = 8
-test-gpu: $(TOOLS) ## run the tests that need a GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS)
-	$(PY) -m pytest -q -rs -m "gpu and alone" $(ARGS)
+test-gpu: $(TOOLS) ## run the tests that need a GPU, in GPU_JOBS processes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -m gpu -n $(GPU_JOBS) --dist worksteal $(ARGS)
 
 # Without torch's cache every tensor is an allocation, whose bounds the checker knows. torch's own
 # kernels are left out. Races are possible only in kernels that share memory in a block.

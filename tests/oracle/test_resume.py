@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.steps import make_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
 from w2v.kernels.batch import Position, table_rows
@@ -414,13 +415,14 @@ def changes(content, at=()):
         yield from changes(value, (*at, key))
 
 
-@pytest.mark.parametrize("value", [None, "x", [], {}, [[]], -1, 0.5, 1e300, 1 << 70, "missing"])
+@each_case("value", [None, "x", [], {}, [[]], -1, 0.5, 1e300, 1 << 70, "missing"])
 def test_a_manifest_of_other_values_is_refused_or_read(tmp_path, value):
     """Each value of a manifest, with its checksum, is replaced in turn."""
     run = tmp_path / "run"
     stopped(run, stop_after=10)
     file = run / "checkpoints" / "step-00000010" / "manifest.json"
     whole = json.loads(file.read_text())
+    fresh = make(tmp_path / "other")
     for *path, key in list(changes(whole)):
         if path[:1] == ["config"]:
             continue  # which settings it had is compared elsewhere
@@ -432,8 +434,7 @@ def test_a_manifest_of_other_values_is_refused_or_read(tmp_path, value):
         if value == "missing":
             del holder[key]
         file.write_text(sealed(other))
-        loop = make(tmp_path / "other")
-        with contextlib.suppress(ValueError), Trainer(loop.loop, loop.vocab, 2_000, run):
+        with contextlib.suppress(ValueError), Trainer(fresh.loop, fresh.vocab, 2_000, run):
             pass
 
 

@@ -69,7 +69,7 @@ def pytest_runtest_protocol(item):
 
 @contextlib.contextmanager
 def gpu_lock(item):
-    """Let tests that need a GPU alone wait for those of other processes, and the other way."""
+    """Keep tests that need a GPU alone apart from those of other processes."""
     if not item.get_closest_marker("gpu"):
         yield
         return

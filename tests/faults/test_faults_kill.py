@@ -297,14 +297,24 @@ def test_a_program_that_hangs_fails_with_its_stack(programs, arguments, tmp_path
             programs.wait_for(lambda: False, seconds=0)
 
 
-def test_a_run_that_is_killed_while_it_reads_frees_the_cache(programs, arguments, tmp_path):
+slow = pytest.mark.skipif("W2V_SLOW" not in os.environ, reason="make test-faults runs it")
+
+
+@pytest.mark.parametrize("victim", ["run", pytest.param("reader", marks=slow)])
+def test_a_run_or_the_process_that_reads_for_it_is_killed(arguments, tmp_path, victim):
+    """In a run that nothing was loaded for, a forked process reads the text."""
     text, data = tmp_path / "text.txt", tmp_path / "data"
     text.write_text("some words that are read for a while " * 1_000_000)
-    paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={tmp_path}"]
-    programs.start(*arguments, *paths)
-    programs.wait_for(lambda: "reading" in programs.output.read_text())
-    programs.kill()
-    assert not list(data.rglob("words.txt"))
+    paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={tmp_path}", "--dry-run"]
+    command = [sys.executable, "train.py", *arguments, *paths]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        while not next(run.stdout).startswith("reading"):
+            pass
+        (reader,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(run.pid if victim == "run" else int(reader), signal.SIGKILL)
+        output = run.stdout.read()  # until both have ended
+    assert run.returncode == (-signal.SIGKILL if victim == "run" else 0), output
+    assert ("reading" in output) == bool(list(data.rglob("words.txt"))) == (victim == "reader")
     with exclusive(data / "cache", pytest.fail):  # the lock is free
         pass
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import io
 import math
+import multiprocessing
 import os
 import platform
 import signal
@@ -105,6 +106,34 @@ def terminate_with_parent(parent: int) -> None:
     _glibc("prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it has ended before
         signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def forked(function: Callable[[], None]) -> Iterator[None]:
+    """Run a function in a forked process during the block, and wait for it.
+
+    For work that leaves its result on disk, and that the caller repeats if it fails. There must be
+    no threads yet, and no GPU in use.
+    """
+    parent = os.getpid()
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this one
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # cleans up
+        terminate_with_parent(parent)
+        function()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    try:
+        yield
+        child.join()
+    except BaseException:
+        child.terminate()
+        raise
+    finally:
+        child.join()
 
 
 def escape_unencodable() -> None:

@@ -98,9 +98,9 @@ class Corpus:
 
     @classmethod
     def temporary(cls, blocks: Iterable[EncodedBlock]) -> Corpus:
-        """Map ids in files without a name, which the system frees even after a kill.
+        """Map ids in files without a name.
 
-        Raises `NoKnownWords` if there is nothing to write.
+        The system frees them even after a kill. Raises `NoKnownWords` if there is nothing to write.
         """
         with TemporaryFile() as ids, TemporaryFile() as offsets:
             raw_words = _write_blocks(blocks, ids, offsets)

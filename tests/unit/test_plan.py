@@ -407,7 +407,7 @@ def test_plan_in_words(tmp_path):
     words = describe(made)
     assert len(words.splitlines()) <= 9
     for part in (
-        "200 words in 50 sentences",
+        "200 words in 50 lines",
         "4 of 4 distinct words kept",
         "2 x 4 x 100: weight + exp_avg_sq + step",
         "Adam, lr 0.4, linear, betas [0.0, 0.99], eps 1.0, weight_decay 0.05",

@@ -59,8 +59,11 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     text = make_text(plan)
     paging = make_paging(plan, text)
     if plan.is_hosted:
-        words = paging.lookahead * chunk_words(plan.config.train.batch_size)
-        log.info(f"pages     {paging.steps} steps each, lookahead window of {words:,} words")
+        pages = f"pages     {paging.steps} steps each"
+        if paging.lookahead:
+            words = paging.lookahead * chunk_words(plan.config.train.batch_size)
+            pages += f", lookahead window of {words:,} words"
+        log.info(pages)
     inputs, outputs = make_tables(plan, paging, draws_vectors)
     kernels: Any  # `ShardKernels` or peers' where the exchange needs it
     if peers := find_peers(plan):

@@ -357,7 +357,7 @@ def describe_bytes(plan: Plan) -> str:
 
 def _describe_text(plan: Plan) -> str:
     corpus = plan.corpus
-    size = f"{corpus.raw_words:,} words in {len(corpus.offsets) - 1:,} sentences"
+    size = f"{corpus.raw_words:,} words in {len(corpus.offsets) - 1:,} lines"
     kept = f"{plan.words:,} of {plan.vocab.raw_types:,} distinct words kept"
     kept += f" (min_count {plan.config.vocab.min_count})"
     parts = f"{plan.config.corpus.path}: {size}", kept, corpus.tokenized, corpus.phrases

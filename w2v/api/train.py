@@ -82,7 +82,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             config = load_config(files, assignments)
     console.log_to_console(console.ERRORS if launcher.started() else level)
     console.log.info("start     loading torch")  # seconds
-    # A new text is encoded while torch is imported: on two cores 1.1 s less for 100 MB, and 3 s in
+    # A new text is encoded while torch is imported: over 1 s less for 100 MB on two cores, 3 s in
     # the first run of an installation, as numba compiles meanwhile. A thread would wait.
     encoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not (options.resume or launcher.number("RANK") or "torch" in sys.modules):

@@ -18,9 +18,9 @@ from torch import Tensor
 from w2v.vectors import datasets
 from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError
 
-# Questions and words of a block. Its cosines take 8 MiB, so that they stay in a CPU's cache.
+# Questions and words of a block. On a CPU its cosines take 8 MiB, so that they stay in its cache.
 QUESTIONS = 512
-WORDS = 4096
+WORDS = {"cpu": 4096, "cuda": 65_536}
 
 
 @dataclass
@@ -151,10 +151,15 @@ class Scorer:
         ]
         question_P, row_P = torch.tensor(asked, device=device).T
         other_Q = torch.full_like(answer_Q, -math.inf)
-        for first in range(0, len(self.vectors_ND), WORDS):
-            block = slice(first, first + WORDS)
-            cosine_Qn = (target_QD @ self.vectors_ND[block].T).mul_(self.scale_N[block])
-            inside_P = (row_P >= first) & (row_P < first + WORDS)
+        words = min(WORDS[device.type], len(self.vectors_ND))
+        # Memory of one block serves all: the system would clear it anew for each.
+        memory = target_QD.new_empty(len(questions) * words)
+        for first in range(0, len(self.vectors_ND), words):
+            block_nD = self.vectors_ND[first : first + words]
+            cosine_Qn = memory[: len(questions) * len(block_nD)].view(len(questions), -1)
+            torch.mm(target_QD, block_nD.T, out=cosine_Qn)
+            cosine_Qn.mul_(self.scale_N[first : first + words])
+            inside_P = (row_P >= first) & (row_P < first + words)
             cosine_Qn[question_P[inside_P], row_P[inside_P] - first] = -math.inf
             other_Q = other_Q.maximum(cosine_Qn.amax(1))
         return int((answer_Q > other_Q).sum())

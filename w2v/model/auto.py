@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,15 +95,6 @@ class Choice(NamedTuple):
     config: Config
     reasons: dict[str, str]  # by key
 
-    def with_value(self, key: str, value: Any, reason: str = "") -> Choice:
-        """Return the choice with a value for one more key."""
-        section, _, name = key.partition(".")
-        changed = replace(getattr(self.config, section), **{name: value})
-        reasons = self.reasons
-        if reason:
-            reasons = reasons | {key: reason}
-        return Choice(replace(self.config, **{section: changed}), reasons)
-
 
 def choose(
     config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 1, gpus: int = 1
@@ -114,71 +105,67 @@ def choose(
     `ConfigError` if the learning rate is auto and the optimizer has none.
     """
     sequential = kernels == "sequential"
-    choice = Choice(config, {})
-    if config.model.sample < 0:
-        share = subsampling(vocab)
-        kept = vocab.kept_counts(share).sum() / vocab.counts.sum()
-        reason = f"{share:.2g} (keeps the median word and {kept:.0%} of the text)"
-        choice = choice.with_value("model.sample", share, reason * (share > SAMPLE))
-    model = choice.config.model
+    model, optimizer, train = config.model, config.optimizer, config.train
+    reasons: dict[str, str] = {}
+    if model.sample < 0:
+        model = replace(model, sample=subsampling(vocab))
+        if model.sample > SAMPLE:
+            kept = vocab.kept_counts(model.sample).sum() / vocab.counts.sum()
+            keeps = f"keeps the median word and {kept:.0%} of the text"
+            reasons["model.sample"] = f"{model.sample:.2g} ({keeps})"
     if model.shrink_by == "auto":
         # Pairs of full windows take time beside the rest only where each center is a step.
-        centers = vocab.kept_counts(model.sample).sum() * config.train.epochs
+        centers = vocab.kept_counts(model.sample).sum() * train.epochs
         has_time = not sequential or centers <= SHORT
         if model.architecture == "skipgram" and model.shrink_windows and has_time:
-            reason = "weigh (full windows, weighted by distance)"
-            choice = choice.with_value("model.shrink_by", "weigh", reason)
+            model = replace(model, shrink_by="weigh")
+            reasons["model.shrink_by"] = "weigh (full windows, weighted by distance)"
         else:
-            choice = choice.with_value("model.shrink_by", "draw")
-    use = Use.of(choice.config, vocab, sentences)
-    if not config.train.batch_size:
-        size = batch_size(config.optimizer.name, use, sequential, gpus)
-        reason = f"{size:,} centers ({max(1, use.centers / size):,.0f} steps)"
-        choice = choice.with_value("train.batch_size", size, reason)
-    if not config.optimizer.lr:
-        choice = _with_rate(choice, use, sequential, gpus)
-    if choice.config.optimizer.step == "auto":
-        step = "row"
+            model = replace(model, shrink_by="draw")
+    use = Use.of(replace(config, model=model), vocab, sentences)
+    if not train.batch_size:
+        size = batch_size(optimizer.name, use, sequential, gpus)
+        train = replace(train, batch_size=size)
+        steps = max(1, use.centers / size)
+        reasons["train.batch_size"] = f"{size:,} centers ({steps:,.0f} steps)"
+    if not optimizer.lr:
+        # Smaller batches, as for a small cache, need no lower rate: one of 1,024 is as good.
+        alone = batch_size(optimizer.name, use)  # of one GPU
+        grown = min(train.batch_size, batch_size(optimizer.name, use, gpus=gpus)) / alone
+        one_gpu_steps = None
+        if not sequential:
+            optimizer = shipped(optimizer)
+            one_gpu_steps = use.centers / alone
+        dim = model.vector_size
+        lr = learning_rate(optimizer, use, dim, one_gpu_steps, max(1.0, grown))
+        optimizer = replace(optimizer, lr=lr)
+        reason = f"half of the words are trained fewer than {use.median:,.0f} times"
+        if use.fill < 1:
+            reason += f"; a sentence fills {use.fill:.2g} of a window"
+        reasons["optimizer.lr"] = f"{lr:g} ({reason})"
+    if optimizer.step == "auto":
+        optimizer = replace(optimizer, step="row")
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
-        if kernels not in ("cpu", "cuda") or config.train.precision in ("bf16", "fp16"):
-            step = "table"
-        choice = choice.with_value("optimizer.step", step)
-    if config.optimizer.occurrence_cap < 0 and sequential:
-        choice = choice.with_value("optimizer.occurrence_cap", 0)
-    elif config.optimizer.occurrence_cap < 0:
-        stable = STABLE
-        if use.weighed:  # the sum of a gradient's weights counts; their mean is (W + 1) / 2W
-            stable *= 2 * model.window / (model.window + 1)
-        cap = max(1, int(stable / choice.config.optimizer.lr))
-        reason = f"{cap} (lr times cap is {stable:.2g})"
-        choice = choice.with_value("optimizer.occurrence_cap", cap, reason)
-    if config.train.block_words < 0:
+        if kernels not in ("cpu", "cuda") or train.precision in ("bf16", "fp16"):
+            optimizer = replace(optimizer, step="table")
+    if optimizer.occurrence_cap < 0:
+        cap = 0
+        if not sequential:
+            stable = STABLE
+            if use.weighed:  # the sum of a gradient's weights counts; their mean is (W + 1) / 2W
+                stable *= 2 * model.window / (model.window + 1)
+            cap = max(1, int(stable / optimizer.lr))
+            reasons["optimizer.occurrence_cap"] = f"{cap} (lr times cap is {stable:.2g})"
+        optimizer = replace(optimizer, occurrence_cap=cap)
+    if train.block_words < 0:
         # A word that one page of a book repeats is then in several steps.
         words = BLOCK_WINDOWS * (model.window + 3)
         if sequential or words >= LARGEST:
-            return choice.with_value("train.block_words", 0)
-        reason = f"{words}: each batch mixes blocks of {words} words"
-        choice = choice.with_value("train.block_words", words, reason)
-    return choice
-
-
-def _with_rate(choice: Choice, use: Use, sequential: bool, gpus: int) -> Choice:
-    """Choose the learning rate, and the shipped arguments that it is for."""
-    config = choice.config
-    optimizer = config.optimizer
-    steps = None
-    # Smaller batches, as for a small cache, need no lower rate: a batch of 1,024 is as good.
-    alone = batch_size(optimizer.name, use)  # of one GPU
-    if not sequential:
-        optimizer = shipped(optimizer)
-        steps = use.centers / alone
-    grown = min(config.train.batch_size, batch_size(optimizer.name, use, gpus=gpus)) / alone
-    lr = learning_rate(optimizer, use, config.model.vector_size, steps, max(1.0, grown))
-    reason = f"half of the words are trained fewer than {use.median:,.0f} times"
-    if use.fill < 1:
-        reason += f"; a sentence fills {use.fill:.2g} of a window"
-    choice = Choice(replace(config, optimizer=optimizer), choice.reasons)
-    return choice.with_value("optimizer.lr", lr, f"{lr:g} ({reason})")
+            words = 0
+        else:
+            reasons["train.block_words"] = f"{words}: each batch mixes blocks of {words} words"
+        train = replace(train, block_words=words)
+    return Choice(replace(config, model=model, optimizer=optimizer, train=train), reasons)
 
 
 def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
@@ -264,14 +251,13 @@ def share_negatives(config: Config, is_paged: bool) -> Choice:
     Negatives are most of the rows of a step. Shared by several steps, they cross the link once.
     """
     model = config.model
-    choice = Choice(config, {})
     if model.negative_pool >= 0:
-        return choice
+        return Choice(config, {})
     if not (is_paged and model.negative):
-        return choice.with_value("model.negative_pool", 0)
+        return Choice(replace(config, model=replace(model, negative_pool=0)), {})
     steps = model.negative_pool_steps
     if steps == 1:
         steps = SHARED_STEPS
+    model = replace(model, negative_pool=SHARED_POOL, negative_pool_steps=steps)
     reason = f"{SHARED_POOL:,} negatives shared by {steps} steps, as rows are paged"
-    choice = choice.with_value("model.negative_pool", SHARED_POOL, reason)
-    return choice.with_value("model.negative_pool_steps", steps)
+    return Choice(replace(config, model=model), {"model.negative_pool": reason})

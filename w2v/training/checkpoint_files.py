@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,24 +33,13 @@ Entries = dict[str, dict[str, int]]  # of each file: its "bytes" and "crc32"
 class Damaged(ValueError):
     """A file that is missing or whose checksum is wrong."""
 
-    def __init__(self, file: Path, why: str):
-        super().__init__(f"{file} is damaged ({why})")
-
-
-class Part(NamedTuple):
-    """Name of a file, and the rows [first, last) of a shard that it holds."""
-
-    file: str
-    first: int
-    last: int
-
 
 def files(tables: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Return views of the tables' rows by the name of their file."""
-    views = {}
+    views: dict[str, Tensor] = {}
     for name, records_VR in tables.items():
-        for part in _parts(name, len(records_VR), records_VR, ranks.rank, ranks.size):
-            views[part.file] = records_VR[part.first : part.last]
+        parts = _parts(name, len(records_VR), records_VR, ranks.rank, ranks.size)
+        views |= {file: records_VR[rows.start : rows.stop] for file, rows in parts.items()}
     return views
 
 
@@ -80,9 +68,10 @@ def read(
     common = math.gcd(saved, ranks.size)
     file_step, shard_step = ranks.size // common, saved // common
 
-    def read_part(part: Part, rank: int, records_VR: Tensor) -> None:
-        first = part.first
-        for chunk_nR in _read_file(folder, part, entries.get(part.file, {}), records_VR):
+    def read_part(file: str, part: range, rank: int, records_VR: Tensor) -> None:
+        first = part.start
+        chunks_nR = _read_file(folder / file, len(part), entries.get(file, {}), records_VR)
+        for chunk_nR in chunks_nR:
             # Row j of the file's shard is row (j * saved + rank) of the table. Every `file_step`-th
             # of them is ours, from `skipped` on; they are `shard_step` rows apart in our shard.
             rows = [(first + skipped) * saved + rank for skipped in range(file_step)]
@@ -97,8 +86,8 @@ def read(
             # Other saved shards have no row in common with ours.
             for rank in range(ranks.rank % common, saved, common):
                 shard_rows = -(-(rows - rank) // saved)
-                for part in _parts(name, shard_rows, records_VR, rank, saved):
-                    reads.append(pool.submit(read_part, part, rank, records_VR))
+                for file, part in _parts(name, shard_rows, records_VR, rank, saved).items():
+                    reads.append(pool.submit(read_part, file, part, rank, records_VR))
         for done in reads:
             done.result()
 
@@ -113,17 +102,17 @@ def chunks(records_VR: Tensor) -> tuple[Tensor, ...]:
     return records_VR.split(_chunk_rows(records_VR))
 
 
-def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> list[Part]:
-    """Return the files of a rank's shard of that many rows."""
+def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> dict[str, range]:
+    """Return the files of a rank's shard, and the rows of each."""
     file_rows = max(1, FILE_BYTES // row_bytes(like_VR))
     owner = ""
     if ranks > 1:
         owner = f"-rank-{rank}-of-{ranks}"
     count = -(-rows // file_rows)
-    parts = []
+    parts = {}
     for number in range(count):
         file = f"{table}{owner}-{number:05d}-of-{count:05d}.safetensors"
-        parts.append(Part(file, number * file_rows, min((number + 1) * file_rows, rows)))
+        parts[file] = range(rows)[number * file_rows : (number + 1) * file_rows]
     return parts
 
 
@@ -154,15 +143,14 @@ def _contents(records_nR: Tensor) -> Iterator[bytes | memoryview]:
 
 
 def _read_file(
-    folder: Path, part: Part, entry: Mapping[str, int], like_VR: Tensor
+    file: Path, rows: int, entry: Mapping[str, int], like_VR: Tensor
 ) -> Iterator[Tensor]:
     """Yield the records in chunks; raise `Damaged` at the end if they are."""
-    file, rows = folder / part.file, part.last - part.first
     try:
         size = file.stat().st_size
         expected = entry.get("bytes", 0)
         if size != expected:
-            raise Damaged(file, f"{size:,} bytes instead of {expected:,}")
+            raise Damaged(f"{file} is damaged ({size:,} bytes instead of {expected:,})")
         with open(file, "rb") as opened:
             crc32 = zlib.crc32(opened.read(expected - rows * row_bytes(like_VR)))
             for start in range(0, rows, _chunk_rows(like_VR)):
@@ -172,9 +160,10 @@ def _read_file(
                 crc32 = zlib.crc32(_bytes(chunk_nR), crc32)
                 yield chunk_nR
     except OSError as error:
-        raise Damaged(file, error.strerror or str(error)) from None
+        raise Damaged(f"{file} is damaged ({error.strerror or error})") from None
     if crc32 != entry["crc32"]:
-        raise Damaged(file, f"its CRC-32 is {crc32:08x} instead of {entry['crc32']:08x}")
+        found = f"its CRC-32 is {crc32:08x} instead of {entry['crc32']:08x}"
+        raise Damaged(f"{file} is damaged ({found})")
 
 
 def _header(rows: int, like_VR: Tensor) -> bytes:

@@ -27,8 +27,7 @@ from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint, checkpoint_files
 from w2v.training.checkpoint import CheckpointError, Checkpoints, latest
-from w2v.training.divergence import Diverged
-from w2v.training.trainer import Trainer, TrainingLoop
+from w2v.training.trainer import Diverged, Trainer, TrainingLoop
 from w2v.vectors import export
 
 

@@ -15,9 +15,8 @@ from w2v.kernels.batch import FAULTS
 from w2v.model.optim import learning_rate
 from w2v.training import build, checkpoint, plan, trainer
 from w2v.training.checkpoint import Checkpoints
-from w2v.training.divergence import Diverged
 from w2v.training.step import TrainingStep
-from w2v.training.trainer import Trainer, Trial
+from w2v.training.trainer import Diverged, Trainer, Trial
 
 EPOCHS = 2
 

@@ -32,9 +32,8 @@ from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import build, plan
-from w2v.training.divergence import Diverged
 from w2v.training.memory import Machine
-from w2v.training.trainer import Trainer
+from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import evaluate, export, plots, runs
 from w2v.vectors.datasets import PAIR_SETS, EvaluationError, Further, set_name
 

@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,6 @@ from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
-from w2v.training.divergence import FiniteCheck, remedy_of_run
 from w2v.training.metrics import Curve, LinkUse, Metrics
 from w2v.training.step import StepResult, TrainingStep
 from w2v.vectors import evaluate, export, query, report
@@ -42,6 +41,10 @@ from w2v.vectors.datasets import RESTRICT_VOCAB
 log = logging.getLogger("w2v")
 TRIAL_WARMUP = 3  # steps of a trial that do not count
 TRIAL_SECONDS = 3.0
+
+
+class Diverged(ValueError):
+    """The loss or a row is no longer finite; names the step and remedies."""
 
 
 @contextlib.contextmanager
@@ -65,7 +68,7 @@ class TrainingLoop:
         self.sampler = sampler
         self.step = step
         self.epochs_done = 0.0
-        self.check_finite = FiniteCheck(config.optimizer, step.state)
+        self._rates: list[float] = []  # of the steps since the last check
 
     @property
     def lr(self) -> float:
@@ -79,10 +82,21 @@ class TrainingLoop:
                 batches = self.sampler.epoch()
             for planned in self.step.plan_pages(batches):
                 lr = self.lr
-                self.check_finite.rates.append(lr)
+                self._rates.append(lr)
                 result = self.step(planned, lr)
                 self.epochs_done = result.batch.epochs_done
                 yield result
+
+    def check_finite(self, remedy: Callable[[], str]) -> None:
+        """Raise `Diverged` if kernels have noted a fault; wait for the device."""
+        number, parts = self.step.state.first_fault()
+        if number:
+            steps_after = self.step.state.step - number
+            lr = self._rates[-1 - steps_after]  # _rates[-1] is that of the last step
+            where = f"step {number:,} ({self.config.optimizer.name}, lr {lr:.4g})"
+            broken = f"no longer finite: {', '.join(parts)}"
+            raise Diverged(f"training diverged at {where}: {broken}; {remedy()}")
+        self._rates.clear()
 
 
 @dataclass(eq=False)
@@ -231,8 +245,17 @@ class Trainer:
     def _check(self) -> None:
         """Raise errors of writing and divergence; waits for the device."""
         self.checkpoints.raise_failure()
-        lr = self.config.optimizer.lr
-        self.loop.check_finite(lambda: remedy_of_run(self.folder, self.checkpoints, lr))
+        self.loop.check_finite(self._remedy)
+
+    def _remedy(self) -> str:
+        """Return the remedy after the run has diverged."""
+        self.checkpoints.wait()
+        remedy = "there is no checkpoint yet: begin again with a smaller optimizer.lr"
+        if saved := checkpoint.latest(self.checkpoints.folder):
+            command = f"w2v train --resume {quote(str(self.folder))}"
+            lr = f"optimizer.lr={self.config.optimizer.lr / 4:.3g}"
+            remedy = f"the last good checkpoint is {saved.path}: {command} {lr}"
+        return f"{remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
 
     def _stop(self, position: Position, status: int) -> None:
         step = self.metrics.step

@@ -94,7 +94,7 @@ def seen_in(parameters, addresses, source):
     """Return what a kernel sees at the addresses of its parameters."""
     args = {}
     for (name, (members, _)), address in zip(parameters.items(), addresses, strict=True):
-        if members[0].ctype in launch.PACKED:
+        if members[0].ctype == launch.PACKED:
             fields = read(launch.struct_members(source, members[0].ctype), address)
             args |= {f"{name}.{field}": value for field, value in fields.items()}
         else:
@@ -116,7 +116,7 @@ def launches(monkeypatch):
             addresses = (ctypes.c_void_p * len(signature)).from_address(others[7])
             args = seen_in(signature, addresses, source)
             for name, parameter in signature.items():
-                if parameter.members[0].ctype not in launch.PACKED:
+                if parameter.members[0].ctype != launch.PACKED:
                     expected = as_seen(parameter, given[-1][name])
                     assert expected == {key: args[key] for key in expected}
             found.append(Launch(source, kernel, blocks, args))

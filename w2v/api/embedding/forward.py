@@ -31,8 +31,12 @@ class Use(NamedTuple):
 def find(table: PagedTable, ids: Ids) -> RowsOfIds:
     """Look up ids, and begin to bring their rows."""
     table.check_view()
-    if table.trains and table.ranks.size == 1:
-        _refuse_ranks()
+    is_alone, dist = table.trains and table.ranks.size == 1, torch.distributed
+    if is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this PagedEmbedding cannot train in {dist.get_world_size()} processes: each would "
+            "have a table of its own; make it with process_group=torch.distributed.group.WORLD"
+        )
     found = table.announced  # whose rows are there, unless other uses have evicted them
     if found is None or not found.is_of(ids):
         if table.ranks.size > 1:
@@ -128,7 +132,7 @@ def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) ->
         return own
 
 
-def launch_key(table: PagedTable, rows: RowsOfIds) -> Any:
+def _launch_key(table: PagedTable, rows: RowsOfIds) -> Any:
     """Return a key; tables with equal keys share one kernel launch."""
     is_bag = table.mode is not None
     # Kernels leave out one padding row at a time: bags of such tables are by themselves.
@@ -144,12 +148,15 @@ def _tables_to_compute(
 
     Bags are summed together until offsets of tables are found to differ.
     """
-    is_first = found is table.announced and not found.look_up.is_computed
-    is_alone = not table.together or (bags and table.store.group.bags_differ)
-    if not is_first or is_alone or not all(each.trains for each, _ in table.together):
-        return [(table, found)]
-    found.look_up.is_computed = True
-    return table.together
+    look_up = found.look_up
+    bags_differ = bags and table.store.group.bags_differ
+    if found is table.announced and not look_up.is_computed and not bags_differ:
+        look_up.is_computed = True
+        users = [(each, each.announced) for each in look_up.tables if each.trains]
+        keys = {_launch_key(each, rows) for each, rows in users}
+        if len(users) == len(look_up.tables) and len(keys) == 1:
+            return users
+    return [(table, found)]
 
 
 def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
@@ -221,14 +228,3 @@ def _sum_gradients(
     sums = uses[0].rows.look_up.add_gradients(index, grad, bags, pending)
     for use, sum_UD in zip(uses, sums, strict=True):
         _add_grad(use, sum_UD)
-
-
-def _refuse_ranks() -> None:
-    """Raise `RuntimeError` in one of several processes that train together."""
-    distributed = torch.distributed
-    is_started = distributed.is_available() and distributed.is_initialized()
-    if is_started and (ranks := distributed.get_world_size()) > 1:
-        raise RuntimeError(
-            f"this PagedEmbedding cannot train in {ranks} processes: each would have a table of "
-            "its own; make it with process_group=torch.distributed.group.WORLD"
-        )

@@ -41,7 +41,8 @@ class LookUp:
         last_N: The last id of each row, on a GPU if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
-        is_computed: Whether the vectors of all tables were computed together.
+        is_computed: Whether it was seen if the vectors of all tables are computed together.
+        tables: The tables, if their ids were read ahead.
         computed: Those vectors that have not been used yet, by index of their table.
         sums: Sums of gradients, by index of the tables that have some.
     """
@@ -51,7 +52,10 @@ class LookUp:
     last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
+    is_computed = False
     _sums_UD: Tensor  # of all tables, once there are some; U rows or more
+    _parts: Sequence[Tensor] = ()  # of these, by table
+    _readback: Readback | None = None  # numbers by span, until the CPU has read them
     _unique: Tensor | None = None  # the rows, once they are known
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
 
@@ -65,12 +69,9 @@ class LookUp:
         is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
     ):
-        self.group = group
-        self.spans = spans
-        self.is_computed = False
+        self.group, self.spans = group, spans
         self.computed: dict[int, ComputedVectors] = {}
-        self._readback: Readback | None = None  # numbers by span, until the CPU has read them
-        self._parts: Sequence[Tensor] = ()  # of the sums of gradients, by table
+        self.tables: list[Any] = []
         self.sums: dict[int, Tensor] = {}
         counts = [given.numel() for given in ids]
         self._ends = list(itertools.accumulate(counts))  # of ids
@@ -141,32 +142,28 @@ class LookUp:
         Raises:
             IndexError: An id is not a row.
         """
-        if self._readback:
-            self._read_numbers(self._readback.read())
+        if self._readback:  # of what `cuda_cache.find_rows` reports
+            count, is_wrong, *of_spans = self._readback.read()
             self._readback = None
+            begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
+            self.begins = [*begins, count]
+            tables = len(self.spans)
+            ends = [max(places[table::tables]) for table in range(tables)]  # a span for each rank
+            self.paddings = [end - 1 if end else None for end in ends]
+            if is_wrong:
+                # With several ranks, the spans of the first one have the limits of all ids.
+                limits = zip(self.spans, leasts, greatests, strict=False)
+                self._wrong = next(
+                    (least or greatest, span.rows)
+                    for span, least, greatest in limits
+                    if least or greatest
+                )
         if self._wrong:
             wrong, rows = self._wrong
             raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
         if self._unique is None:
             self._unique = self.rows_N[: self.begins[-1]]
         return self._unique
-
-    def _read_numbers(self, numbers: list[int]) -> None:
-        """Take what `cuda_cache.find_rows` reports."""
-        count, is_wrong, *of_spans = numbers
-        begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
-        self.begins = [*begins, count]
-        tables = len(self.spans)
-        ends = [max(places[table::tables]) for table in range(tables)]  # a span for each rank
-        self.paddings = [end - 1 if end else None for end in ends]
-        if is_wrong:
-            # With several ranks, the spans of the first one have the limits of all ids.
-            limits = zip(self.spans, leasts, greatests, strict=False)
-            self._wrong = next(
-                (least or greatest, span.rows)
-                for span, least, greatest in limits
-                if least or greatest
-            )
 
     def places_of(self, index: int | None) -> Tensor:
         """Return the places of a table's ids; None: of all."""
@@ -228,12 +225,6 @@ class LookUp:
         sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
         return self._sums_UD[: self.begins[-1]].split(sizes)
 
-    def has_all(self, grads: dict[int, Tensor]) -> bool:
-        """Return whether gradients, by table, are the sums of all tables."""
-        # Gradients are scaled and clipped in place: they are the same tensors.
-        tables = range(len(self.spans))
-        return all(grads.get(index) is self.sums.get(index, self) for index in tables)
-
     def take_sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums and their memory, and begin anew."""
         memory_UD = self._sums_UD
@@ -253,9 +244,10 @@ class UniqueRows:
     Tables that share memory number their rows one after another, from `store.first_row` on.
     """
 
+    _own: Tensor | None = None  # once they are known
+
     def __init__(self, store: Member, look_up: LookUp, index: int):
         self.store, self.look_up, self.index = store, look_up, index
-        self._own: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Wait for the unique rows; return them, sorted: int64 [U].
@@ -314,7 +306,6 @@ class RowsOfIds(UniqueRows):
         rows: int | None = None,  # of all ranks; by default those of the store
     ):
         self.store = store
-        self._own = None
         self.ids = as_tensor(given)
         self._identity = Identity(given)
         if not self.ids.numel():

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from w2v.api.embedding import look_up, sharded
-from w2v.api.embedding.forward import launch_key
 from w2v.api.embedding.group import RowGroup
 from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.look_up import LookUp, RowsOfIds
@@ -188,13 +187,14 @@ class PagedOptimizer(torch.optim.Optimizer):
                     look_up.make_current(owned)
                 if begins_page:  # the rows after this page's
                     _prefetch(window, together - 1, together)
-                _announce(tables, rows)
+                for table, found in zip(tables, rows, strict=True):
+                    table.announced = found
                 yield batch
-                _forget_vectors(rows)
+                for found in rows:  # drop vectors that were not used: they refer to the look-up
+                    found.look_up.computed.clear()
         finally:
             for table in tables:
                 table.announced = None
-                table.together = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
@@ -284,8 +284,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if (saved := latest(Path(folder), self._ranks)) is None:
             raise ValueError(f"{folder} holds no checkpoint; give a folder of PagedOptimizer.save")
-        # Earlier versions have saved the rates alone, and a run of `w2v train` has neither.
-        groups = saved.state.get("groups", [{"lr": lr} for lr in saved.state.get("lr", [])])
+        groups = saved.state.get("groups", [])  # a run of `w2v train` has none
         if len(groups) != len(self.param_groups):
             counts = f"{len(groups)} groups of tables, and the optimizer {len(self.param_groups)}"
             raise ValueError(f"{folder} has {counts}; make it with the same groups")
@@ -374,12 +373,6 @@ def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
     return list(dict.fromkeys(found.owned().look_up for found in rows))
 
 
-def _forget_vectors(rows: list[RowsOfIds]) -> None:
-    """Drop vectors that were computed and not used: they refer to the look-up."""
-    for found in rows:
-        found.look_up.computed.clear()
-
-
 def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     """Begin to bring the rows of some batches of a window as one page."""
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
@@ -394,17 +387,3 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
                 look_ups.append(owned)
     for group, (look_ups, soon) in pages.items():
         look_up.prefetch(group, look_ups, soon)
-
-
-def _announce(tables: list[PagedTable], rows: list[RowsOfIds]) -> None:
-    """Attach the batch's look-ups to the tables."""
-    by_look_up: dict[LookUp, list[tuple[PagedTable, RowsOfIds]]] = {}
-    for table, found in zip(tables, rows, strict=True):
-        by_look_up.setdefault(found.look_up, []).append((table, found))
-        table.announced = found
-    for users in by_look_up.values():
-        together = users
-        if len({launch_key(table, found) for table, found in users}) > 1:
-            together = []
-        for table, _ in users:
-            table.together = together

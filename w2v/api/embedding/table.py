@@ -83,8 +83,6 @@ class PagedTable:
         # Pages with gradients that are to be sent to the ranks that own the rows.
         self.unsent: dict[LookUp, tuple[RowPage, Tensor]] = {}
         self.announced: RowsOfIds | None = None  # of the current batch of `PagedOptimizer.pages`
-        # All tables of that look-up and their rows, if kernels compute all vectors in one launch.
-        self.together: list[tuple[PagedTable, RowsOfIds]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
@@ -93,7 +91,7 @@ class PagedTable:
         self.check_view()
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "sums", "announced"))
-        return vars(self) | {"_store": self.opened(), "unsent": {}, "together": []} | gone
+        return vars(self) | {"_store": self.opened(), "unsent": {}} | gone
 
     @property
     def store(self) -> Rows:
@@ -434,11 +432,15 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
             counts = [optimizer.count_step(store.table) for store in stores]
             seeds = [store.table.next_rounding_seed() for store in stores]
             grads = {page.owned.index: grad for _, page, grad in its_tables if page.owned}
-            if isinstance(key, LookUp) and key.has_all(grads) and len(set(counts)) == 1:
+            # Gradients are scaled and clipped in place: they are the same tensors.
+            has_all = isinstance(key, LookUp) and all(
+                grads.get(index) is key.sums.get(index, key) for index in range(len(key.spans))
+            )
+            if isinstance(key, LookUp) and has_all and len(set(counts)) == 1:
                 sums_UD, memory_UD = key.take_sums()
                 rows = key.wait(), key.narrow_N, key.known
                 group.step(optimizer, counts[0], seeds[0], sums_UD, lr, *rows)
-                group.keep_zeros(memory_UD)  # the step has made the sums 0
+                group.zeros_UD = memory_UD  # the step has made the sums 0
             else:
                 parts = zip(its_tables, counts, seeds, strict=True)
                 for (_, page, grad_UD), counted, seed in parts:

@@ -39,10 +39,9 @@ TYPES: dict[str, tuple[str, torch.dtype | str]] = {
     "void": ("", "any"),
 }
 KNOWN = 4096  # addresses of tensors that are remembered for a pointer
-PACKED = "Batch"  # struct for which launches take what `packed` returns
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 
-Argument = Tensor | float | tuple[Any, ...] | bytes | None  # a tuple: a NamedTuple
+Argument = Tensor | float | tuple[Any, ...] | None  # a tuple: a NamedTuple
 
 
 class Member(NamedTuple):
@@ -56,8 +55,6 @@ class Member(NamedTuple):
 
     def takes(self, kind: type) -> bool:
         """Return whether values of this type may be given."""
-        if self.ctype == PACKED:
-            return kind is Packed
         if self.dtype is None:  # `struct` checks numbers
             return kind not in (Tensor, type(None))
         return kind is Tensor or (kind is type(None) and "OPTIONAL" in self.marks)
@@ -85,10 +82,7 @@ def signature(source: str, kernel: str, element: int = 0) -> dict[str, Parameter
     for declaration in declarations.split(","):
         (member,) = _declared(declaration, element)
         parameters[member.name] = Parameter([member])
-        if member.ctype == PACKED:
-            size = _fields(source, member.ctype, torch._C._cuda_getDevice()).size
-            parameters[member.name] = Parameter([member._replace(code=f"{size}s")])
-        elif not member.code:
+        if not member.code:
             members = struct_members(source, member.ctype, element)
             named = [field._replace(name=f"{member.name}.{field.name}") for field in members]
             fields = tuple(field.name for field in members)
@@ -211,29 +205,6 @@ class Arguments:
 
     def _refusal(self, n: int, value: Any) -> str:
         return f"{self._kernel}: {self._members[n].name} is {self._members[n].ctype}, not {value}"
-
-
-class Packed(bytes):
-    """A struct from `packed`."""
-
-
-@functools.cache
-def _fields(source: str, ctype: str, device: int) -> Arguments:
-    """Return what packs the fields of a struct."""
-    members = struct_members(source, ctype)
-    fields = tuple(member.name for member in members)
-    return Arguments(ctype, device, {ctype: Parameter(members, fields)})
-
-
-def packed(source: str, ctype: str, value: tuple[Any, ...]) -> Packed:
-    """Return a struct of PACKED as bytes, without keeping its tensors.
-
-    Two launches of a step share it, which saves 2 of 22 us on the CPU.
-    """
-    arguments = _fields(source, ctype, torch._C._cuda_getDevice())
-    memory = bytearray(arguments.size)
-    arguments.pack_into(memory, 0, (value,))
-    return Packed(memory)
 
 
 @functools.cache

@@ -74,7 +74,8 @@ def fork_ranks(count: int) -> int | None:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 os.setpgid(0, 0)  # or the terminal would send Ctrl-C too, and two end a run at once
                 terminate_with_parent(parent)
-                listener = server.dup() if rank == 0 else None
+                if rank == 0:
+                    listener = server.dup()
                 return None
             running.add(process)
     for signum in _signals_to_handle():

@@ -250,7 +250,8 @@ def gradients(
     of_tables = (contexts_BC, grad_context_BCD), (targets_BT, grad_target_BTD)
     for sums_UD, (places_BN, grad_BND) in zip(grads, of_tables, strict=True):
         grad_ND = grad_BND.flatten(0, 1).to(input_UD.dtype)
-        grad_ND = grad_ND if scale == 1 else grad_ND / scale  # index_add_ is slow with a factor
+        if scale != 1:  # index_add_ is slow with a factor
+            grad_ND /= scale
         sums_UD.index_add_(0, places_BN.flatten(), grad_ND)
     return loss
 
@@ -285,8 +286,7 @@ class ReferenceKernels(ShardKernels):
     def __init__(self, shape: StepShape, product: torch.dtype | None = None):
         self.shape = shape
         self._product = product
-        wide = shape.dtype == torch.float64
-        self._grad_dtype = torch.float64 if wide else torch.float32
+        self._grad_dtype = torch.promote_types(shape.dtype, torch.float32)
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         pairs = expand(batch)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from w2v.api.embedding import look_up
 from w2v.api.embedding.ids import Identity, Ids, stacked
-from w2v.api.embedding.look_up import RowPage, RowsOfIds
+from w2v.api.embedding.look_up import ComputedVectors, RowPage, RowsOfIds
 from w2v.api.embedding.sharded import RoutedLookUp, look_up_alone
 from w2v.api.embedding.table import PagedTable
 from w2v.kernels.cuda import Bags
@@ -45,7 +45,7 @@ def find(table: PagedTable, ids: Ids) -> RowsOfIds:
             found = look_up.look_up(table.store, ids, table.padding_idx)
         # Beside rows of other tables of the group, as only this one has been looked up.
         group, part = table.store.group, table.store.first_row
-        look_up.prefetch(group, [found.owned().look_up], part=part)
+        look_up.prefetch(group, [found.look_up.own], part=part)
     return found
 
 
@@ -128,7 +128,8 @@ def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) ->
             if use.rows is found:
                 own = vectors
             else:
-                use.rows.keep_vectors(vectors, seen)
+                version, of_all = use.table.store.version, found.look_up.computed
+                of_all[use.rows.index] = ComputedVectors(vectors, version, seen)
         return own
 
 

@@ -56,7 +56,6 @@ class LookUp:
     _sums_UD: Tensor  # of all tables, once there are some; U rows or more
     _parts: Sequence[Tensor] = ()  # of these, by table
     _readback: Readback | None = None  # numbers by span, until the CPU has read them
-    _unique: Tensor | None = None  # the rows, once they are known
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
 
     # It holds no reference to its tables' UniqueRows, which refer to it: the memory of cycles is
@@ -161,9 +160,7 @@ class LookUp:
         if self._wrong:
             wrong, rows = self._wrong
             raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
-        if self._unique is None:
-            self._unique = self.rows_N[: self.begins[-1]]
-        return self._unique
+        return self.rows_N[: self.begins[-1]]
 
     def places_of(self, index: int | None) -> Tensor:
         """Return the places of a table's ids; None: of all."""
@@ -233,9 +230,10 @@ class LookUp:
         self.sums.clear()
         return memory_UD[: self.begins[-1]], memory_UD
 
-    def owned_by(self, rows: UniqueRows) -> UniqueRows:
-        """Return the rows that this process reads and steps."""
-        return rows
+    @property
+    def own(self) -> LookUp:
+        """The look-up of the rows that this process reads and steps."""
+        return self
 
 
 class UniqueRows:
@@ -315,10 +313,6 @@ class RowsOfIds(UniqueRows):
         self.shape = self.ids.shape
         self.span = cuda_cache.Span(rows or store.table.rows, padding, store.first_rows)
 
-    def owned(self) -> UniqueRows:
-        """Return the rows that this process reads and steps."""
-        return self.look_up.owned_by(self)
-
     def is_of(self, ids: Ids) -> bool:
         """Return whether this look-up is still valid for these ids."""
         return self.look_up.layout is self.store.group.layout and self._identity.matches(ids)
@@ -326,10 +320,6 @@ class RowsOfIds(UniqueRows):
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return vectors in the shape of the ids; those of bags as they are."""
         return vectors_ND if bags else vectors_ND.view(*self.shape, vectors_ND.shape[1])
-
-    def keep_vectors(self, vectors: Tensor, offsets: Identity) -> None:
-        """Keep vectors for the table's forward pass."""
-        self.look_up.computed[self.index] = ComputedVectors(vectors, self.store.version, offsets)
 
     def take_vectors(self, offsets: Tensor | None) -> Tensor | None:
         """Return kept vectors, if weights and offsets are still the same."""

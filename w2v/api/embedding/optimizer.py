@@ -198,14 +198,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
-        for table in self._tables.values():
-            table.unsent.clear()
-            table.sums = None
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-            return
-        for parameter in self._tables:  # several times faster than torch's own way
-            parameter.grad = None
+        for table in self._tables.values():  # several times faster than torch's own way
+            table.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
@@ -370,7 +364,7 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
 
 def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
     """Return the look-ups of rows of this process."""
-    return list(dict.fromkeys(found.owned().look_up for found in rows))
+    return list(dict.fromkeys(found.look_up.own for found in rows))
 
 
 def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:

@@ -86,12 +86,13 @@ class RoutedLookUp(LookUp):
             UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
         ]
 
-    def owned_by(self, rows: UniqueRows) -> UniqueRows:
-        return self.owned[rows.index]
+    @property
+    def own(self) -> LookUp:
+        return self.owned[0].look_up
 
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
-        found = self.owned[0].look_up
+        found = self.own
         if all(table.uses_kernels for table in self.tables):
             self.pages = {rows.index: found.page_of(rows) for rows in self.owned}
             return found.vectors(None)
@@ -143,7 +144,7 @@ class RoutedLookUp(LookUp):
 
     def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of these tables' rows."""
-        ranks, found = self.tables[0].ranks.size, self.owned[0].look_up
+        ranks, found = self.tables[0].ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
             pending = {index: self.tables[index].grad() for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)

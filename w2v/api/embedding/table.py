@@ -74,7 +74,7 @@ class PagedTable:
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
         # What optimizers and gradient clipping see: the rows that have gradients. It is in no
         # module's parameters, as those belong to the optimizer of the dense modules.
-        computes_in = torch.float64 if self.dtype == torch.float64 else torch.float32
+        computes_in = torch.promote_types(self.dtype, torch.float32)
         empty = torch.empty(0, self.embedding_dim, dtype=computes_in, device=self.device)
         self.parameter = nn.Parameter(empty)
         self._view: tuple[Tensor, int] | None = None  # that was given out last, and its address
@@ -214,10 +214,14 @@ class PagedTable:
         """Drop rows and gradients that were stepped."""
         self.page = self.sums = self.parameter.grad = None
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.parameter.grad = self.sums = None
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero."""
+        self.sums = None
         self.unsent.clear()
+        if set_to_none:
+            self.parameter.grad = None
+        elif self.parameter.grad is not None:
+            self.parameter.grad.zero_()
 
     # Memory, first weights and optimizer state.
 

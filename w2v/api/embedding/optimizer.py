@@ -278,7 +278,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if (saved := latest(Path(folder), self._ranks)) is None:
             raise ValueError(f"{folder} holds no checkpoint; give a folder of PagedOptimizer.save")
-        groups = saved.state.get("groups", [])  # a run of `w2v train` has none
+        # Earlier versions have saved the rates alone, and a run of `w2v train` has neither.
+        groups = saved.state.get("groups", [{"lr": lr} for lr in saved.state.get("lr", [])])
         if len(groups) != len(self.param_groups):
             counts = f"{len(groups)} groups of tables, and the optimizer {len(self.param_groups)}"
             raise ValueError(f"{folder} has {counts}; make it with the same groups")

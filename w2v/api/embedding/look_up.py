@@ -73,7 +73,7 @@ class LookUp:
         self.tables: list[Any] = []
         self.sums: dict[int, Tensor] = {}
         counts = [given.numel() for given in ids]
-        self._ends = list(itertools.accumulate(counts))  # of ids
+        self._edges = list(itertools.accumulate(counts, initial=0))  # of each table's ids
         self.layout = group.layout  # the group has another one once a table has left it
         if group.device.type == "cuda" and any(counts):
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
@@ -164,9 +164,9 @@ class LookUp:
 
     def places_of(self, index: int | None) -> Tensor:
         """Return the places of a table's ids; None: of all."""
-        if index is None or len(self._ends) == 1:
+        if index is None or len(self._edges) == 2:
             return self.places_N
-        return self.places_N[self._ends[index - 1] if index else 0 : self._ends[index]]
+        return self.places_N[self._edges[index] : self._edges[index + 1]]
 
     def page_of(self, rows: UniqueRows) -> RowPage:
         """Return a table's rows as a page, before `vectors` reads them."""
@@ -198,8 +198,7 @@ class LookUp:
     def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
         """Return the sums of all tables, which are 0 where nothing is pending."""
         if not self._parts:
-            self._sums_UD = self.new_sums()
-            self._parts = self.split_sums()
+            self._sums_UD, self._parts = self.new_sums()
         sums_UD = self._sums_UD[: self.begins[-1]]
         for table, sum_UD in pending.items():
             if table not in self.sums:
@@ -213,14 +212,11 @@ class LookUp:
         """Return where a table's rows begin and end, for each of several ranks."""
         return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
-    def new_sums(self) -> Tensor:
-        """Return zeros, at least as many rows as are looked up."""
-        return self.group.zeros(self.begins[-1])
-
-    def split_sums(self) -> Sequence[Tensor]:
-        """Return the sums of each table."""
+    def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return zeros for all rows or more, and those of each table."""
+        sums_UD = self.group.zeros(self.begins[-1])
         sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
-        return self._sums_UD[: self.begins[-1]].split(sizes)
+        return sums_UD, sums_UD[: self.begins[-1]].split(sizes)
 
     def take_sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums and their memory, and begin anew."""

@@ -135,12 +135,10 @@ class RoutedLookUp(LookUp):
         device = self.places_N.device
         return torch.cat([torch.arange(*piece, device=device) for piece in self.pieces(index)])
 
-    def new_sums(self) -> Tensor:
-        return torch.zeros_like(self.weights_UD)
-
-    def split_sums(self) -> list[Tensor]:
+    def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
         # They are sent as one: `sums` shows only which tables have some.
-        return [self._sums_UD] * len(self.spans)
+        sums_UD = torch.zeros_like(self.weights_UD)
+        return sums_UD, [sums_UD] * len(self.spans)
 
     def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of these tables' rows."""

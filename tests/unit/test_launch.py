@@ -90,15 +90,11 @@ def as_seen(parameter, value):
     return seen
 
 
-def seen_in(parameters, addresses, source):
+def seen_in(parameters, addresses):
     """Return what a kernel sees at the addresses of its parameters."""
     args = {}
-    for (name, (members, _)), address in zip(parameters.items(), addresses, strict=True):
-        if members[0].ctype in launch.PACKED:
-            fields = read(launch.struct_members(source, members[0].ctype), address)
-            args |= {f"{name}.{field}": value for field, value in fields.items()}
-        else:
-            args |= read(members, address)
+    for (members, _), address in zip(parameters.values(), addresses, strict=True):
+        args |= read(members, address)
     return args
 
 
@@ -114,11 +110,10 @@ def launches(monkeypatch):
         def driver(function, blocks, *others):
             assert others[:7] == (1, 1, launch.THREADS, 1, 1, 0, 0) and others[8] == 0
             addresses = (ctypes.c_void_p * len(signature)).from_address(others[7])
-            args = seen_in(signature, addresses, source)
+            args = seen_in(signature, addresses)
             for name, parameter in signature.items():
-                if parameter.members[0].ctype not in launch.PACKED:
-                    expected = as_seen(parameter, given[-1][name])
-                    assert expected == {key: args[key] for key in expected}
+                expected = as_seen(parameter, given[-1][name])
+                assert expected == {key: args[key] for key in expected}
             found.append(Launch(source, kernel, blocks, args))
 
         return 7, driver
@@ -372,26 +367,6 @@ def test_structs_are_named_tuples_with_the_fields_in_order(launches):
         with pytest.raises(TypeError, match="own of shard.cu: a struct has the fields"):
             kernel.bind(inputs=wrong)
     assert kernel.bind(inputs=TableGrads(*[None] * 5))
-
-
-def test_a_packed_struct_is_of_its_own_type(launches):
-    args = cuda.c_struct("batch.cuh", "Batch")(
-        *[torch.zeros(1, dtype=torch.int32)] * 2,
-        1,
-        1,
-        1,
-        *[torch.zeros(1, dtype=torch.int32)] * 2,
-        None,
-        None,
-        None,
-    )
-    kernel = launch.kernel("unique.cu", "mark", WINDOW=1, TARGETS=2, PATHS=0)
-    assert kernel.bind(batch=launch.packed("batch.cuh", "Batch", args))
-    for wrong in (args, bytes(80), None):
-        with pytest.raises(TypeError, match="mark of unique.cu: batch"):
-            kernel.bind(batch=wrong)
-    with pytest.raises(TypeError, match="Batch: codes is unsigned char[*], not a tensor of"):
-        launch.packed("batch.cuh", "Batch", args._replace(codes=args.words))
 
 
 def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):

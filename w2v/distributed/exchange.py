@@ -19,11 +19,10 @@ with headers; N ranks, K batches of a page.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,33 +51,30 @@ class PlannedBatch(Generic[Rows]):
     rows: Rows
 
 
-class Exchange(ABC, Generic[Rows]):
+class Exchange(Protocol[Rows]):
     """Plans pages, and exchanges weights and gradients with other ranks."""
 
     def start(self, batches: Iterator[Batch]) -> None:
         """List the rows of the first pages of an epoch, on the planning stream."""
+        return
 
-    @abstractmethod
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Rows]]:
         """Return the next page's batches; an empty list at the end."""
 
     def list_following(self, batches: Iterator[Batch]) -> None:
         """List the rows of the page after the one that `next_page` returned."""
+        return
 
-    @abstractmethod
     def mark(self, page: list[PlannedBatch[Rows]], marks_TV: Tensor) -> None:
         """Set the marks of this rank's rows that the page touches on any rank."""
 
-    @abstractmethod
     def borrow(self, planned: PlannedBatch[Rows], page: Page) -> tuple[Grads, Page]:
         """Return zero gradients of a batch's rows, and a page with their weights."""
 
-    @abstractmethod
     def reduce(self, grads: Grads) -> Grads:
         """Return the gradients of this rank's own rows, summed over all ranks."""
 
     @property
-    @abstractmethod
     def bytes_sent(self) -> int:
         """Bytes of rows that have gone to other ranks so far."""
 
@@ -92,6 +88,7 @@ class LocalExchange(Exchange[Grads | None]):
 
     kernels: Kernels
     batches_per_page: int
+    bytes_sent = 0
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Grads | None]]:
         page = islice(batches, self.batches_per_page)
@@ -114,10 +111,6 @@ class LocalExchange(Exchange[Grads | None]):
 
     def reduce(self, grads: Grads) -> Grads:
         return grads
-
-    @property
-    def bytes_sent(self) -> int:
-        return 0
 
 
 class OwnerLists(NamedTuple):

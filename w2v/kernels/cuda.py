@@ -36,7 +36,7 @@ from w2v.kernels.batch import (
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel, packed
+from w2v.kernels.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel
 from w2v.system.random import signed
 
 SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
@@ -49,11 +49,11 @@ READ_BLOCKS, WRITE_BLOCKS = 64, 48
 INPUT_FAULT = 2  # bit of FAULTS; that of the output table is the next
 
 
-def packed_batch(batch: Batch) -> bytes:
+def batch_struct(batch: Batch) -> Any:
     """Return a batch for launches."""
     tree = batch.objective.tree
     begin_V, nodes_P, codes_P, _ = tree or (None, None, None, 0)
-    args = c_struct("batch.cuh", "Batch")(
+    return c_struct("batch.cuh", "Batch")(
         words=batch.words_n,
         sentences=batch.sentences_n,
         length=batch.words_n.shape[0],
@@ -65,7 +65,6 @@ def packed_batch(batch: Batch) -> bytes:
         nodes=nodes_P,
         codes=codes_P,
     )
-    return packed("batch.cuh", "Batch", args)
 
 
 def draw(
@@ -166,12 +165,11 @@ class CudaKernels(Kernels):
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
         self._bound: dict[Hashable, tuple[tuple, Kernel]] = {}
-        self._batch: tuple[Batch, bytes] | None = None  # the last one that was launched
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         inputs_V, outputs_V = marks_TV.unbind()
         _list_kernel("mark", batch)(
-            _blocks(batch), batch=self._packed(batch), input_marks=inputs_V, output_marks=outputs_V
+            _blocks(batch), batch=batch_struct(batch), input_marks=inputs_V, output_marks=outputs_V
         )
 
     def unique_rows(self, batch: Batch) -> Grads:
@@ -215,7 +213,7 @@ class CudaKernels(Kernels):
         what = *form, inputs, outputs, rows.inputs, rows.outputs
         launch = self._bind("gradients", what, bind)
         blocks = blocks_for(32 * batch.windows_B.shape[0])
-        launch(blocks, batch=self._packed(batch), loss=rows.loss, pairs=rows.pairs)
+        launch(blocks, batch=batch_struct(batch), loss=rows.loss, pairs=rows.pairs)
         return rows
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
@@ -270,13 +268,7 @@ class CudaKernels(Kernels):
 
         form = batch.window, _word_targets(batch), batch.objective
         launch = self._bind(slot, (*form, inputs, outputs), bind)
-        launch(_blocks(batch), batch=self._packed(batch))
-
-    def _packed(self, batch: Batch) -> bytes:
-        """Return a batch for kernels; two launches of a step share it."""
-        if self._batch is None or self._batch[0] is not batch:
-            self._batch = batch, packed_batch(batch)
-        return self._batch[1]
+        launch(_blocks(batch), batch=batch_struct(batch))
 
     def _with_sums(self, rows: tuple[TableGrads, TableGrads]) -> Grads:
         """Return buffers with the sums of a step, which are zero."""
@@ -533,7 +525,7 @@ def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
     """
     inputs, outputs = rows
     launch = _list_kernel("unique_rows", batch)
-    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=packed_batch(batch))
+    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=batch_struct(batch))
 
 
 def with_room(

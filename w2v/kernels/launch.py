@@ -13,7 +13,7 @@ import hashlib
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ELEMENT of
 MARKS = {"OPTIONAL", "STRIDED", "HOST"}  # of pointers, see common.cuh
 # By C type: the format in `struct`, and the dtype of tensors that a pointer takes. Unsigned
 # integers are in signed tensors, as torch has few operations on unsigned ones.
-TYPES = {
+TYPES: dict[str, tuple[str, torch.dtype | str]] = {
     "bool": ("?", torch.bool),
     "int": ("i", torch.int32),
     "unsigned": ("I", torch.int32),
@@ -35,12 +35,13 @@ TYPES = {
     "float": ("f", torch.float32),
     "double": ("d", torch.float64),
     "unsigned char": ("B", torch.uint8),
+    "float4": ("", "any"),
+    "void": ("", "any"),
 }
 KNOWN = 4096  # addresses of tensors that are remembered for a pointer
-PACKED = {"Batch"}  # structs for which launches take what `packed` returns
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 
-Argument = Tensor | float | tuple[Any, ...] | bytes | None  # a tuple: a NamedTuple
+Argument = Tensor | float | tuple[Any, ...] | None  # a tuple: a NamedTuple
 
 
 class Member(NamedTuple):
@@ -54,8 +55,6 @@ class Member(NamedTuple):
 
     def takes(self, kind: type) -> bool:
         """Return whether values of this type may be given."""
-        if self.ctype in PACKED:
-            return kind is _packed_type(self.ctype)
         if self.dtype is None:  # `struct` checks numbers
             return kind not in (Tensor, type(None))
         return kind is Tensor or (kind is type(None) and "OPTIONAL" in self.marks)
@@ -83,10 +82,7 @@ def signature(source: str, kernel: str, element: int = 0) -> dict[str, Parameter
     for declaration in declarations.split(","):
         (member,) = _declared(declaration, element)
         parameters[member.name] = Parameter([member])
-        if member.ctype in PACKED:
-            size = _fields(source, member.ctype, torch._C._cuda_getDevice()).size
-            parameters[member.name] = Parameter([member._replace(code=f"{size}s")])
-        elif not member.code:
+        if not member.code:
             members = struct_members(source, member.ctype, element)
             named = [field._replace(name=f"{member.name}.{field.name}") for field in members]
             fields = tuple(field.name for field in members)
@@ -115,27 +111,14 @@ def _declared(declaration: str, element: int) -> Iterator[Member]:
     ctype = " ".join(word for word in words[:-1] if word not in {"const", "*"} | MARKS)
     # Structs in memory consist of 8-byte numbers.
     code, pointed = TYPES.get(ctype, ("", torch.int64))
+    if ctype == "Element":
+        pointed = list(ELEMENTS)[element]
+    of_stars = {"": (code, None), "*": ("P", pointed), "**": ("P", torch.int64)}  # **: addresses
     for declarator in declaration.split(","):
         stars = "*" * declarator.count("*")
-        dtype: torch.dtype | str | None = None
-        if stars:
-            code, dtype = "P", pointed
-        if stars == "*" and ctype == "Element":
-            dtype = list(ELEMENTS)[element]
-        elif stars == "*" and ctype in ("float4", "void"):
-            dtype = "any"
-        elif stars == "**":  # addresses
-            dtype = torch.int64
+        code, dtype = of_stars[stars]
         name = re.findall(r"\w+", declarator)[-1]
         yield Member(name, ctype + stars, code, dtype, MARKS.intersection(words))
-
-
-class Plan(NamedTuple):
-    """How to pack values of these types."""
-
-    types: tuple[type, ...] = ()
-    tensors: Sequence[int] = ()  # where they are
-    nulls: Sequence[int] = ()
 
 
 class Arguments:
@@ -150,10 +133,10 @@ class Arguments:
         self._kernel = kernel
         self._device = device
         self._members = [member for one in parameters.values() for member in one.members]
-        # Of each pointer: the addresses of tensors that have been checked.
-        self._known: list[set[int]] = [set() for _ in self._members]
-        self._plans: dict[tuple[type, ...], Plan] = {}
-        self._plan = Plan()  # the last one
+        # Of each pointer: the addresses of tensors that have been checked, and their dtype.
+        self._known: list[dict[int, torch.dtype]] = [{} for _ in self._members]
+        # By types of all values: where tensors are, and where None is.
+        self._places: dict[tuple[type, ...], tuple[list[int], list[int]]] = {}
         self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
         self._structs.reverse()  # `pack_into` replaces each by its fields
         self.begins: dict[str, int] = {}
@@ -175,15 +158,14 @@ class Arguments:
             if getattr(flat[n], "_fields", None) != fields:
                 raise TypeError(f"{self._kernel}: a struct has the fields {fields}, not {flat[n]}")
             flat[n : n + 1] = flat[n]
-        types, plan = tuple(map(type, flat)), self._plan
-        if types != plan.types:
-            plan = self._plan = self._plans.get(types) or self._new_plan(types, flat)
-        for n in plan.tensors:
+        types = tuple(map(type, flat))
+        tensors, nulls = self._places.get(types) or self._check_types(types, flat)
+        for n in tensors:
             address = flat[n].data_ptr()
-            if address not in self._known[n]:
+            if self._known[n].get(address) is not flat[n].dtype:
                 self._check(n, flat[n])
             flat[n] = address
-        for n in plan.nulls:
+        for n in nulls:
             flat[n] = 0
         try:
             self._layout.pack_into(memory, start, *flat)
@@ -195,14 +177,17 @@ class Arguments:
                     raise ValueError(self._refusal(n, flat[n])) from error
             raise
 
-    def _new_plan(self, types: tuple[type, ...], values: list[Any]) -> Plan:
+    def _check_types(
+        self, types: tuple[type, ...], values: list[Any]
+    ) -> tuple[list[int], list[int]]:
+        """Return where tensors are, and where None is, if all may be there."""
         for n, (member, kind) in enumerate(zip(self._members, types, strict=True)):
             if not member.takes(kind):
                 raise TypeError(self._refusal(n, values[n]))
         tensors = [n for n, kind in enumerate(types) if kind is Tensor]
         nulls = [n for n, kind in enumerate(types) if kind is type(None)]
-        plan = self._plans[types] = Plan(types, tensors, nulls)
-        return plan
+        self._places[types] = tensors, nulls
+        return tensors, nulls
 
     def _check(self, n: int, tensor: Tensor) -> None:
         """Raise `TypeError` unless the n-th pointer takes the tensor."""
@@ -216,34 +201,10 @@ class Arguments:
             raise TypeError(self._refusal(n, found))
         if len(known) > KNOWN:
             known.clear()
-        known.add(tensor.data_ptr())
+        known[tensor.data_ptr()] = tensor.dtype
 
     def _refusal(self, n: int, value: Any) -> str:
         return f"{self._kernel}: {self._members[n].name} is {self._members[n].ctype}, not {value}"
-
-
-@functools.cache
-def _packed_type(ctype: str) -> type[bytes]:
-    return type(f"Packed{ctype}", (bytes,), {})
-
-
-@functools.cache
-def _fields(source: str, ctype: str, device: int) -> Arguments:
-    """Return what packs the fields of a struct."""
-    members = struct_members(source, ctype)
-    fields = tuple(member.name for member in members)
-    return Arguments(ctype, device, {ctype: Parameter(members, fields)})
-
-
-def packed(source: str, ctype: str, value: tuple[Any, ...]) -> bytes:
-    """Return a struct of PACKED as bytes, without keeping its tensors.
-
-    Two launches of a step share it, which saves 2 of 22 us on the CPU.
-    """
-    arguments = _fields(source, ctype, torch._C._cuda_getDevice())
-    memory = bytearray(arguments.size)
-    arguments.pack_into(memory, 0, (value,))
-    return _packed_type(ctype)(memory)
 
 
 @functools.cache
@@ -283,7 +244,9 @@ class Kernel:
         self._device, self._source, self._name = device, source, name
         self._macros = macros
         self._fixed = fixed  # keeps the tensors
-        self._bound = self._arguments(fixed)
+        element = int(macros.get("ELEMENT", 0))
+        self._arguments = functools.partial(_arguments, device, source, name, element)
+        self._bound = self._arguments(tuple(fixed))
         self._bytes = bytearray(self._bound.size)
         self._bound.pack_into(self._bytes, 0, fixed.values())
         self._names: tuple[str, ...] | None = None  # of the other arguments
@@ -310,13 +273,9 @@ class Kernel:
             self._others.pack_into(self._memory, self._bound.size, args.values())
             self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._pointers, 0)
 
-    def _arguments(self, given: Mapping[str, Argument]) -> Arguments:
-        element = int(self._macros.get("ELEMENT", 0))
-        return _arguments(self._device, self._source, self._name, element, tuple(given))
-
     def _lay_out(self, args: Mapping[str, Argument]) -> None:
         """Allocate memory for all arguments, and compile the kernel."""
-        others, parameters = self._arguments(args), signature(self._source, self._name)
+        others, parameters = self._arguments(tuple(args)), signature(self._source, self._name)
         if twice := ", ".join(self._fixed.keys() & args.keys()):
             raise TypeError(f"{self._name} of {self._source} got {twice} twice")
         if missing := ", ".join(parameters.keys() - self._fixed.keys() - args.keys()):
@@ -330,8 +289,9 @@ class Kernel:
         self._addresses = (ctypes.c_void_p * len(begins))()
         self._addresses[:] = [begins[name] for name in parameters]
         self._pointers = ctypes.addressof(self._addresses)
-        place = self._device, self._source, self._name
-        self._function, self._launch = _compiled(*place, **self._macros)
+        self._function, self._launch = _compiled(
+            self._device, self._source, self._name, **self._macros
+        )
         self._others, self._names = others, tuple(args)
 
 

@@ -32,7 +32,6 @@ from w2v.kernels.batch import (
     StepShape,
     StepState,
     TableGrads,
-    Tree,
     Update,
     View,
 )
@@ -62,35 +61,27 @@ def draw(
     Yields:
         Window sizes, int32 [B], and negatives, int32 [B, K], of each batch.
     """
-    for seed in seeds:
-        yield _draw_batch(seed, widths, negatives, pool, cdf_V)
-
-
-def _draw_batch(
-    seed: BatchSeed, widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draw one batch; see `draw`."""
-    centers, key, pool_key = seed
 
     def bits(key: int, begin: int, end: int) -> Tensor:  # 53 of them for each number
         return shift_right(splitmix64(torch.arange(begin, end, device=cdf_V.device), key), 11)
 
     lowest, widest = widths
-    windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
-    drawn = bits(key, centers, centers * (1 + negatives))
-    uniform = drawn.double() / 2**53
-    if pool.size:
-        # A number is drawn from each of equal stretches of [0, 1), or of those of the part.
-        place = drawn % pool.size
-        pooled = place + (bits(pool_key, 0, pool.size).double() / 2**53)[place]
-        of_part = (pool.part + (uniform if pool.fresh else pooled / pool.own)) / pool.parts
-        of_all = (pooled - pool.own) / (pool.size - pool.own)
-        uniform = torch.where(place < pool.own, of_part, of_all)
-    entry = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
-    entry.clamp_(max=len(cdf_V) - 1)
     length = len(cdf_V) // pool.parts
-    words = entry % length * pool.parts + (pool.parts - 1 - entry // length)
-    return windows_B.int(), words.view(centers, negatives)
+    for centers, key, pool_key in seeds:
+        windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
+        drawn = bits(key, centers, centers * (1 + negatives))
+        uniform = drawn.double() / 2**53
+        if pool.size:
+            # A number is drawn from each of equal stretches of [0, 1), or of those of the part.
+            place = drawn % pool.size
+            pooled = place + (bits(pool_key, 0, pool.size).double() / 2**53)[place]
+            of_part = (pool.part + (uniform if pool.fresh else pooled / pool.own)) / pool.parts
+            of_all = (pooled - pool.own) / (pool.size - pool.own)
+            uniform = torch.where(place < pool.own, of_part, of_all)
+        entry = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
+        entry.clamp_(max=len(cdf_V) - 1)
+        words = entry % length * pool.parts + (pool.parts - 1 - entry // length)
+        yield windows_B.int(), words.view(centers, negatives)
 
 
 def subsample(
@@ -161,31 +152,22 @@ def expand(batch: Batch) -> Pairs:
     context_mask_BC = in_window_BC & inside_BC & same_sentence_BC
 
     targets = []
-    if batch.negatives_BK.shape[1] or not batch.objective.tree:
-        targets.append(_sampled(words_n[centers].long()[:, None], batch.negatives_BK.long()))
-    if batch.objective.tree:
-        targets.append(_path(words_n[centers].long()[:, None], batch.objective.tree))
+    tree, centers_B1 = batch.objective.tree, words_n[centers].long()[:, None]
+    if batch.negatives_BK.shape[1] or not tree:
+        sampled_BT = torch.cat([centers_B1, batch.negatives_BK.long()], dim=1)
+        labels_BT = torch.zeros_like(sampled_BT, dtype=torch.bool)
+        labels_BT[:, 0] = True
+        # A negative that is the center itself does not count.
+        targets.append((sampled_BT, labels_BT | (sampled_BT != centers_B1), labels_BT))
+    if tree:
+        at_BL = tree.begin_V[centers_B1] + torch.arange(tree.depth, device=words_n.device)
+        counts_BL = at_BL < tree.begin_V[centers_B1 + 1]
+        at_BL = torch.where(counts_BL, at_BL, 0)
+        targets.append((tree.nodes_P[at_BL].long(), counts_BL, tree.codes_P[at_BL] == 0))
     targets_BT, counts_BT, labels_BT = (torch.cat(parts, 1) for parts in zip(*targets, strict=True))
     # A center without context words has no pairs.
     counts_BT &= context_mask_BC.any(dim=1, keepdim=True)
     return Pairs(words_n[at_BC].long(), context_mask_BC, targets_BT, counts_BT, labels_BT)
-
-
-def _sampled(centers_B1: Tensor, negatives_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return centers and negatives, whether each counts, and labels."""
-    targets_BT = torch.cat([centers_B1, negatives_BK], dim=1)
-    labels_BT = torch.zeros_like(targets_BT, dtype=torch.bool)
-    labels_BT[:, 0] = True
-    # A negative that is the center itself does not count.
-    return targets_BT, labels_BT | (targets_BT != centers_B1), labels_BT
-
-
-def _path(centers_B1: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the nodes of the centers' paths, whether each counts, and labels."""
-    at_BL = tree.begin_V[centers_B1] + torch.arange(tree.depth, device=centers_B1.device)
-    counts_BL = at_BL < tree.begin_V[centers_B1 + 1]
-    at_BL = torch.where(counts_BL, at_BL, 0)
-    return tree.nodes_P[at_BL].long(), counts_BL, tree.codes_P[at_BL] == 0
 
 
 def marks(ids: Tensor, mask: Tensor, rows: int) -> Tensor:
@@ -268,7 +250,8 @@ def gradients(
     of_tables = (contexts_BC, grad_context_BCD), (targets_BT, grad_target_BTD)
     for sums_UD, (places_BN, grad_BND) in zip(grads, of_tables, strict=True):
         grad_ND = grad_BND.flatten(0, 1).to(input_UD.dtype)
-        grad_ND = grad_ND if scale == 1 else grad_ND / scale  # index_add_ is slow with a factor
+        if scale != 1:  # index_add_ is slow with a factor
+            grad_ND /= scale
         sums_UD.index_add_(0, places_BN.flatten(), grad_ND)
     return loss
 
@@ -303,8 +286,7 @@ class ReferenceKernels(ShardKernels):
     def __init__(self, shape: StepShape, product: torch.dtype | None = None):
         self.shape = shape
         self._product = product
-        wide = shape.dtype == torch.float64
-        self._grad_dtype = torch.float64 if wide else torch.float32
+        self._grad_dtype = torch.promote_types(shape.dtype, torch.float32)
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         pairs = expand(batch)
@@ -379,9 +361,8 @@ class ReferenceKernels(ShardKernels):
             marks_V[rows] = True
 
     def own(self, ids_M: Tensor) -> Grads:
-        stride, owned = self.shape.stride, []
-        for _, rows in self._by_table(ids_M):
-            owned.append(unique_rows(rows, torch.ones_like(rows, dtype=torch.bool), stride))
+        stride, by_table = self.shape.stride, self._by_table(ids_M)
+        owned = [unique_rows(rows, rows >= 0, stride) for _, rows in by_table]
         return self._zero_grads(*owned)
 
     def gather_weights(self, ids_M: Tensor, page: Page) -> Tensor:
@@ -444,8 +425,8 @@ class ReferenceKernels(ShardKernels):
             grad_UD = torch.zeros(size, dtype=self._grad_dtype, device=shape.device)
             pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None
             tables.append(TableGrads(index_V, rows_U.int(), grad_UD, pairs_U, None))
-        loss = torch.zeros((), dtype=torch.float64, device=shape.device)
-        return Grads(tables[0], tables[1], loss, torch.zeros_like(loss, dtype=torch.int64))
+        loss, pairs = torch.zeros(2, dtype=torch.float64, device=shape.device)
+        return Grads(tables[0], tables[1], loss, pairs.long())
 
     def _weights(self, view: View, rows: TableGrads) -> Tensor:
         """Return the weights [U, D] in the order of the rows' indices."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from w2v.api.embedding import look_up
 from w2v.api.embedding.ids import Identity, Ids, stacked
-from w2v.api.embedding.look_up import RowPage, RowsOfIds
+from w2v.api.embedding.look_up import ComputedVectors, RowPage, RowsOfIds
 from w2v.api.embedding.sharded import RoutedLookUp, look_up_alone
 from w2v.api.embedding.table import PagedTable
 from w2v.kernels.cuda import Bags
@@ -31,8 +31,12 @@ class Use(NamedTuple):
 def find(table: PagedTable, ids: Ids) -> RowsOfIds:
     """Look up ids, and begin to bring their rows."""
     table.check_view()
-    if table.trains and table.ranks.size == 1:
-        _refuse_ranks()
+    is_alone, dist = table.trains and table.ranks.size == 1, torch.distributed
+    if is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this PagedEmbedding cannot train in {dist.get_world_size()} processes: each would "
+            "have a table of its own; make it with process_group=torch.distributed.group.WORLD"
+        )
     found = table.announced  # whose rows are there, unless other uses have evicted them
     if found is None or not found.is_of(ids):
         if table.ranks.size > 1:
@@ -41,7 +45,7 @@ def find(table: PagedTable, ids: Ids) -> RowsOfIds:
             found = look_up.look_up(table.store, ids, table.padding_idx)
         # Beside rows of other tables of the group, as only this one has been looked up.
         group, part = table.store.group, table.store.first_row
-        look_up.prefetch(group, [found.owned().look_up], part=part)
+        look_up.prefetch(group, [found.look_up.own], part=part)
     return found
 
 
@@ -124,11 +128,12 @@ def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) ->
             if use.rows is found:
                 own = vectors
             else:
-                use.rows.keep_vectors(vectors, seen)
+                version, of_all = use.table.store.version, found.look_up.computed
+                of_all[use.rows.index] = ComputedVectors(vectors, version, seen)
         return own
 
 
-def launch_key(table: PagedTable, rows: RowsOfIds) -> Any:
+def _launch_key(table: PagedTable, rows: RowsOfIds) -> Any:
     """Return a key; tables with equal keys share one kernel launch."""
     is_bag = table.mode is not None
     # Kernels leave out one padding row at a time: bags of such tables are by themselves.
@@ -144,12 +149,15 @@ def _tables_to_compute(
 
     Bags are summed together until offsets of tables are found to differ.
     """
-    is_first = found is table.announced and not found.look_up.is_computed
-    is_alone = not table.together or (bags and table.store.group.bags_differ)
-    if not is_first or is_alone or not all(each.trains for each, _ in table.together):
-        return [(table, found)]
-    found.look_up.is_computed = True
-    return table.together
+    look_up = found.look_up
+    bags_differ = bags and table.store.group.bags_differ
+    if found is table.announced and not look_up.is_computed and not bags_differ:
+        look_up.is_computed = True
+        users = [(each, each.announced) for each in look_up.tables if each.trains]
+        keys = {_launch_key(each, rows) for each, rows in users}
+        if len(users) == len(look_up.tables) and len(keys) == 1:
+            return users
+    return [(table, found)]
 
 
 def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
@@ -221,14 +229,3 @@ def _sum_gradients(
     sums = uses[0].rows.look_up.add_gradients(index, grad, bags, pending)
     for use, sum_UD in zip(uses, sums, strict=True):
         _add_grad(use, sum_UD)
-
-
-def _refuse_ranks() -> None:
-    """Raise `RuntimeError` in one of several processes that train together."""
-    distributed = torch.distributed
-    is_started = distributed.is_available() and distributed.is_initialized()
-    if is_started and (ranks := distributed.get_world_size()) > 1:
-        raise RuntimeError(
-            f"this PagedEmbedding cannot train in {ranks} processes: each would have a table of "
-            "its own; make it with process_group=torch.distributed.group.WORLD"
-        )

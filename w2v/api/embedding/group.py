@@ -61,7 +61,7 @@ class RowGroup:
         self.table, self.device = table, device
         self.lock = lock or threading.RLock()
         self.members: list[Member] = []
-        self._zeros_UD: Tensor | None = None
+        self.zeros_UD: Tensor | None = None  # for the next call of `zeros`
         self.link = link_between(table, device)
         self.is_mapped = isinstance(self.link, MappedLink)
         unit = 16 // table.dtype.itemsize if self.is_mapped else 1
@@ -137,15 +137,11 @@ class RowGroup:
         return read_UR
 
     def zeros(self, rows: int) -> Tensor:
-        """Return zeros, at least [rows, D]: the kept ones if there are enough."""
-        kept_UD, self._zeros_UD = self._zeros_UD, None
+        """Return zeros, at least [rows, D]: `zeros_UD` if there are enough."""
+        kept_UD, self.zeros_UD = self.zeros_UD, None
         if kept_UD is None or kept_UD.shape[0] < rows:
             kept_UD = torch.zeros(rows + rows // 8, self.table.dim, device=self.device)
         return kept_UD
-
-    def keep_zeros(self, zeros_UD: Tensor) -> None:
-        """Keep memory from `zeros`, which is 0 again, for the next call."""
-        self._zeros_UD = zeros_UD
 
     @outside_inference
     def step(

@@ -27,22 +27,17 @@ class Identity:
 
     def __init__(self, ids: Any):
         self._ids = ids
-        self._key = _key(ids)
+        self._key: tuple[Any, ...] = ()
+        if isinstance(ids, Tensor):
+            changes = 0 if ids.is_inference() else ids._version
+            self._key = ids.data_ptr(), changes, ids.shape, ids.stride(), ids.dtype, ids.device
+        elif ids is not None:  # it does not count its changes
+            values = np.asarray(ids)
+            self._key = values.tobytes(), values.shape, values.dtype
 
     def matches(self, ids: Any) -> bool:
         """Return whether these are the same ids, which were not changed since."""
-        return _key(ids) == self._key
-
-
-def _key(ids: Any) -> Any:
-    """Return a tensor's address, layout and version, or the values of others."""
-    if ids is None:
-        return None
-    if not isinstance(ids, Tensor):  # it does not count its changes
-        values = np.asarray(ids)
-        return values.tobytes(), values.shape, values.dtype
-    changes = 0 if ids.is_inference() else ids._version
-    return ids.data_ptr(), changes, ids.shape, ids.stride(), ids.dtype, ids.device
+        return Identity(ids)._key == self._key
 
 
 def as_tensor(values: Any) -> Tensor:

@@ -41,7 +41,8 @@ class LookUp:
         last_N: The last id of each row, on a GPU if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
-        is_computed: Whether the vectors of all tables were computed together.
+        is_computed: Whether it was seen if the vectors of all tables are computed together.
+        tables: The tables, if their ids were read ahead.
         computed: Those vectors that have not been used yet, by index of their table.
         sums: Sums of gradients, by index of the tables that have some.
     """
@@ -51,8 +52,10 @@ class LookUp:
     last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
+    is_computed = False
     _sums_UD: Tensor  # of all tables, once there are some; U rows or more
-    _unique: Tensor | None = None  # the rows, once they are known
+    _parts: Sequence[Tensor] = ()  # of these, by table
+    _readback: Readback | None = None  # numbers by span, until the CPU has read them
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
 
     # It holds no reference to its tables' UniqueRows, which refer to it: the memory of cycles is
@@ -65,15 +68,12 @@ class LookUp:
         is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
     ):
-        self.group = group
-        self.spans = spans
-        self.is_computed = False
+        self.group, self.spans = group, spans
         self.computed: dict[int, ComputedVectors] = {}
-        self._readback: Readback | None = None  # numbers by span, until the CPU has read them
-        self._parts: Sequence[Tensor] = ()  # of the sums of gradients, by table
+        self.tables: list[Any] = []
         self.sums: dict[int, Tensor] = {}
         counts = [given.numel() for given in ids]
-        self._ends = list(itertools.accumulate(counts))  # of ids
+        self._edges = list(itertools.accumulate(counts, initial=0))  # of each table's ids
         self.layout = group.layout  # the group has another one once a table has left it
         if group.device.type == "cuda" and any(counts):
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
@@ -141,38 +141,32 @@ class LookUp:
         Raises:
             IndexError: An id is not a row.
         """
-        if self._readback:
-            self._read_numbers(self._readback.read())
+        if self._readback:  # of what `cuda_cache.find_rows` reports
+            count, is_wrong, *of_spans = self._readback.read()
             self._readback = None
+            begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
+            self.begins = [*begins, count]
+            tables = len(self.spans)
+            ends = [max(places[table::tables]) for table in range(tables)]  # a span for each rank
+            self.paddings = [end - 1 if end else None for end in ends]
+            if is_wrong:
+                # With several ranks, the spans of the first one have the limits of all ids.
+                limits = zip(self.spans, leasts, greatests, strict=False)
+                self._wrong = next(
+                    (least or greatest, span.rows)
+                    for span, least, greatest in limits
+                    if least or greatest
+                )
         if self._wrong:
             wrong, rows = self._wrong
             raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
-        if self._unique is None:
-            self._unique = self.rows_N[: self.begins[-1]]
-        return self._unique
-
-    def _read_numbers(self, numbers: list[int]) -> None:
-        """Take what `cuda_cache.find_rows` reports."""
-        count, is_wrong, *of_spans = numbers
-        begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
-        self.begins = [*begins, count]
-        tables = len(self.spans)
-        ends = [max(places[table::tables]) for table in range(tables)]  # a span for each rank
-        self.paddings = [end - 1 if end else None for end in ends]
-        if is_wrong:
-            # With several ranks, the spans of the first one have the limits of all ids.
-            limits = zip(self.spans, leasts, greatests, strict=False)
-            self._wrong = next(
-                (least or greatest, span.rows)
-                for span, least, greatest in limits
-                if least or greatest
-            )
+        return self.rows_N[: self.begins[-1]]
 
     def places_of(self, index: int | None) -> Tensor:
         """Return the places of a table's ids; None: of all."""
-        if index is None or len(self._ends) == 1:
+        if index is None or len(self._edges) == 2:
             return self.places_N
-        return self.places_N[self._ends[index - 1] if index else 0 : self._ends[index]]
+        return self.places_N[self._edges[index] : self._edges[index + 1]]
 
     def page_of(self, rows: UniqueRows) -> RowPage:
         """Return a table's rows as a page, before `vectors` reads them."""
@@ -204,8 +198,7 @@ class LookUp:
     def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
         """Return the sums of all tables, which are 0 where nothing is pending."""
         if not self._parts:
-            self._sums_UD = self.new_sums()
-            self._parts = self.split_sums()
+            self._sums_UD, self._parts = self.new_sums()
         sums_UD = self._sums_UD[: self.begins[-1]]
         for table, sum_UD in pending.items():
             if table not in self.sums:
@@ -219,20 +212,11 @@ class LookUp:
         """Return where a table's rows begin and end, for each of several ranks."""
         return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
-    def new_sums(self) -> Tensor:
-        """Return zeros, at least as many rows as are looked up."""
-        return self.group.zeros(self.begins[-1])
-
-    def split_sums(self) -> Sequence[Tensor]:
-        """Return the sums of each table."""
+    def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return zeros for all rows or more, and those of each table."""
+        sums_UD = self.group.zeros(self.begins[-1])
         sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
-        return self._sums_UD[: self.begins[-1]].split(sizes)
-
-    def has_all(self, grads: dict[int, Tensor]) -> bool:
-        """Return whether gradients, by table, are the sums of all tables."""
-        # Gradients are scaled and clipped in place: they are the same tensors.
-        tables = range(len(self.spans))
-        return all(grads.get(index) is self.sums.get(index, self) for index in tables)
+        return sums_UD, sums_UD[: self.begins[-1]].split(sizes)
 
     def take_sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums and their memory, and begin anew."""
@@ -242,9 +226,10 @@ class LookUp:
         self.sums.clear()
         return memory_UD[: self.begins[-1]], memory_UD
 
-    def owned_by(self, rows: UniqueRows) -> UniqueRows:
-        """Return the rows that this process reads and steps."""
-        return rows
+    @property
+    def own(self) -> LookUp:
+        """The look-up of the rows that this process reads and steps."""
+        return self
 
 
 class UniqueRows:
@@ -253,9 +238,10 @@ class UniqueRows:
     Tables that share memory number their rows one after another, from `store.first_row` on.
     """
 
+    _own: Tensor | None = None  # once they are known
+
     def __init__(self, store: Member, look_up: LookUp, index: int):
         self.store, self.look_up, self.index = store, look_up, index
-        self._own: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Wait for the unique rows; return them, sorted: int64 [U].
@@ -314,7 +300,6 @@ class RowsOfIds(UniqueRows):
         rows: int | None = None,  # of all ranks; by default those of the store
     ):
         self.store = store
-        self._own = None
         self.ids = as_tensor(given)
         self._identity = Identity(given)
         if not self.ids.numel():
@@ -324,10 +309,6 @@ class RowsOfIds(UniqueRows):
         self.shape = self.ids.shape
         self.span = cuda_cache.Span(rows or store.table.rows, padding, store.first_rows)
 
-    def owned(self) -> UniqueRows:
-        """Return the rows that this process reads and steps."""
-        return self.look_up.owned_by(self)
-
     def is_of(self, ids: Ids) -> bool:
         """Return whether this look-up is still valid for these ids."""
         return self.look_up.layout is self.store.group.layout and self._identity.matches(ids)
@@ -335,10 +316,6 @@ class RowsOfIds(UniqueRows):
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return vectors in the shape of the ids; those of bags as they are."""
         return vectors_ND if bags else vectors_ND.view(*self.shape, vectors_ND.shape[1])
-
-    def keep_vectors(self, vectors: Tensor, offsets: Identity) -> None:
-        """Keep vectors for the table's forward pass."""
-        self.look_up.computed[self.index] = ComputedVectors(vectors, self.store.version, offsets)
 
     def take_vectors(self, offsets: Tensor | None) -> Tensor | None:
         """Return kept vectors, if weights and offsets are still the same."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from w2v.api.embedding import look_up, sharded
-from w2v.api.embedding.forward import launch_key
 from w2v.api.embedding.group import RowGroup
 from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.look_up import LookUp, RowsOfIds
@@ -188,24 +187,19 @@ class PagedOptimizer(torch.optim.Optimizer):
                     look_up.make_current(owned)
                 if begins_page:  # the rows after this page's
                     _prefetch(window, together - 1, together)
-                _announce(tables, rows)
+                for table, found in zip(tables, rows, strict=True):
+                    table.announced = found
                 yield batch
-                _forget_vectors(rows)
+                for found in rows:  # drop vectors that were not used: they refer to the look-up
+                    found.look_up.computed.clear()
         finally:
             for table in tables:
                 table.announced = None
-                table.together = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
-        for table in self._tables.values():
-            table.unsent.clear()
-            table.sums = None
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-            return
-        for parameter in self._tables:  # several times faster than torch's own way
-            parameter.grad = None
+        for table in self._tables.values():  # several times faster than torch's own way
+            table.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
@@ -371,13 +365,7 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
 
 def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
     """Return the look-ups of rows of this process."""
-    return list(dict.fromkeys(found.owned().look_up for found in rows))
-
-
-def _forget_vectors(rows: list[RowsOfIds]) -> None:
-    """Drop vectors that were computed and not used: they refer to the look-up."""
-    for found in rows:
-        found.look_up.computed.clear()
+    return list(dict.fromkeys(found.look_up.own for found in rows))
 
 
 def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
@@ -394,17 +382,3 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
                 look_ups.append(owned)
     for group, (look_ups, soon) in pages.items():
         look_up.prefetch(group, look_ups, soon)
-
-
-def _announce(tables: list[PagedTable], rows: list[RowsOfIds]) -> None:
-    """Attach the batch's look-ups to the tables."""
-    by_look_up: dict[LookUp, list[tuple[PagedTable, RowsOfIds]]] = {}
-    for table, found in zip(tables, rows, strict=True):
-        by_look_up.setdefault(found.look_up, []).append((table, found))
-        table.announced = found
-    for users in by_look_up.values():
-        together = users
-        if len({launch_key(table, found) for table, found in users}) > 1:
-            together = []
-        for table, _ in users:
-            table.together = together

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from w2v.api.embedding.group import Member, RowGroup, outside_inference
 from w2v.api.embedding.ids import Ids, as_tensor, to_device
-from w2v.api.embedding.look_up import LookUp, RowsOfIds, look_up
+from w2v.api.embedding.look_up import LookUp, look_up
 from w2v.kernels import cuda
 from w2v.model.row_file import NPY_TYPES, copy_rows, lock, open_npy, save_npy
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table
@@ -145,7 +145,12 @@ class Rows(Member):
             rows_U = found.look_up.rows_N if is_queued else found.wait()
             group.empty_caches()
             self.version += 1
-            last_U = _last_ids(found, len(rows_U))
+            if (last_U := found.look_up.last_N) is None:
+                places_N = found.places()
+                order_N = torch.arange(len(places_N), device=places_N.device)
+                last_U = places_N.new_zeros(len(rows_U))
+                last_U.scatter_reduce_(0, places_N, order_N, "amax")
+            last_U = last_U[: len(rows_U)]  # the last id of each row
             if group.is_exact:
                 group.link.write(group.weights, rows_U, values_NW.contiguous(), last_U)
             else:
@@ -272,15 +277,6 @@ class RowStore(Rows):
 def _layout_of(tensors: dict[str, Tensor]) -> dict[str, list]:
     """Return the shape and dtype of each tensor."""
     return {name: [*tensors[name].shape, str(tensors[name].dtype)] for name in sorted(tensors)}
-
-
-def _last_ids(found: RowsOfIds, rows: int) -> Tensor:
-    """Return the last id of each row: int64 [rows]."""
-    if found.look_up.last_N is not None:
-        return found.look_up.last_N[:rows]
-    places_N = found.places()
-    order_N = torch.arange(len(places_N), device=places_N.device)
-    return places_N.new_zeros(rows).scatter_reduce_(0, places_N, order_N, "amax")
 
 
 def open_device(device: torch.device | str | None, storage: Storage) -> torch.device:

@@ -50,20 +50,20 @@ class RoutedLookUp(LookUp):
     """Look-up of ids among the rows of all ranks, sorted by owner.
 
     Attributes:
-        tables: The tables.
         received: Number of rows that each rank requests of this one.
         owned: The rows of each table that ranks request of this one.
         batch: The look-ups whose weights are borrowed with these, itself among them.
         pages: The pages of `owned` whose weights have been borrowed and not used.
+        weights_UD: Weights that `borrow` got from their owners.
     """
 
+    tables: list[PagedTable]
     received: list[int]
     owned: list[UniqueRows]
-    _weights_UD: Tensor  # borrowed
+    weights_UD: Tensor
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self.tables: list[PagedTable] = []
         self.batch: list[RoutedLookUp] = []
         self.pages: dict[int, RowPage] = {}
 
@@ -86,12 +86,13 @@ class RoutedLookUp(LookUp):
             UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
         ]
 
-    def owned_by(self, rows: UniqueRows) -> UniqueRows:
-        return self.owned[rows.index]
+    @property
+    def own(self) -> LookUp:
+        return self.owned[0].look_up
 
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
-        found = self.owned[0].look_up
+        found = self.own
         if all(table.uses_kernels for table in self.tables):
             self.pages = {rows.index: found.page_of(rows) for rows in self.owned}
             return found.vectors(None)
@@ -110,14 +111,9 @@ class RoutedLookUp(LookUp):
             borrow(self.batch or [self])
         return self.pages.pop(rows.index)
 
-    def keep_borrowed(self, weight_UD: Tensor) -> None:
-        """Keep weights that `borrow` got from their owners."""
-        self._weights_UD = weight_UD
-        self.batch = []  # has this one: memory of a cycle is freed late
-
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        dim, left_out = self._weights_UD.shape[1], self.left_out(index, bags)
-        return gather_bags(self._weights_UD, None, self.places_of(index), dim, bags, left_out)
+        dim, left_out = self.weights_UD.shape[1], self.left_out(index, bags)
+        return gather_bags(self.weights_UD, None, self.places_of(index), dim, bags, left_out)
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
         """Return a table's weights [U, D], and places of ids and padding."""
@@ -127,7 +123,7 @@ class RoutedLookUp(LookUp):
             padding = sum(
                 min(padding, end) - min(padding, begin) for begin, end in self.pieces(index)
             )
-        return self._weights_UD.index_select(0, which_U), places_N, padding
+        return self.weights_UD.index_select(0, which_U), places_N, padding
 
     def add_rows(self, index: int, grad_UD: Tensor, pending: Tensor | None) -> Tensor:
         """Add gradients of a table's weights; return what waits to be sent."""
@@ -139,16 +135,14 @@ class RoutedLookUp(LookUp):
         device = self.places_N.device
         return torch.cat([torch.arange(*piece, device=device) for piece in self.pieces(index)])
 
-    def new_sums(self) -> Tensor:
-        return torch.zeros_like(self._weights_UD)
-
-    def split_sums(self) -> list[Tensor]:
+    def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
         # They are sent as one: `sums` shows only which tables have some.
-        return [self._sums_UD] * len(self.spans)
+        sums_UD = torch.zeros_like(self.weights_UD)
+        return sums_UD, [sums_UD] * len(self.spans)
 
     def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of these tables' rows."""
-        ranks, found = self.tables[0].ranks.size, self.owned[0].look_up
+        ranks, found = self.tables[0].ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
             pending = {index: self.tables[index].grad() for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
@@ -262,8 +256,7 @@ def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[Row
     kind = RoutedLookUp if tables[0].ranks.size > 1 else LookUp
     look_up_together(found, kind=kind)
     for table, rows in zip(tables, found, strict=True):
-        if isinstance(rows.look_up, RoutedLookUp):
-            rows.look_up.tables.append(table)
+        rows.look_up.tables.append(table)
     return found
 
 
@@ -299,7 +292,8 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     counts = [look_up.received for look_up in look_ups], [look_up.sent() for look_up in look_ups]
     weights = look_ups[0].tables[0].ranks.all_to_all_tensors(read, *counts)
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
-        look_up.keep_borrowed(weight_UD)
+        look_up.weights_UD = weight_UD
+        look_up.batch = []  # has this one: memory of a cycle is freed late
 
 
 def reduce(tables: Sequence[PagedTable]) -> None:

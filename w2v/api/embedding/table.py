@@ -36,6 +36,10 @@ class Layout(NamedTuple):
     states: dict[str, RowState]
     scalars: dict[str, Tensor]
 
+    def names(self) -> list[str]:
+        """Return the names of states and scalars, with the width of states."""
+        return [*(f"{name} x {state.width}" for name, state in self.states.items()), *self.scalars]
+
 
 @dataclass(eq=False, repr=False)
 class PagedTable:
@@ -64,12 +68,13 @@ class PagedTable:
     is_reset: bool = False  # also where a file would be continued
 
     def __post_init__(self) -> None:
-        self._layout: Layout | None = None  # of the optimizer, once there is one
+        self._layout = Layout({}, {})  # of the optimizer
+        self.has_optimizer = False
         self._store: Rows | None = None
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
         # What optimizers and gradient clipping see: the rows that have gradients. It is in no
         # module's parameters, as those belong to the optimizer of the dense modules.
-        computes_in = torch.float64 if self.dtype == torch.float64 else torch.float32
+        computes_in = torch.promote_types(self.dtype, torch.float32)
         empty = torch.empty(0, self.embedding_dim, dtype=computes_in, device=self.device)
         self.parameter = nn.Parameter(empty)
         self._view: tuple[Tensor, int] | None = None  # that was given out last, and its address
@@ -78,8 +83,6 @@ class PagedTable:
         # Pages with gradients that are to be sent to the ranks that own the rows.
         self.unsent: dict[LookUp, tuple[RowPage, Tensor]] = {}
         self.announced: RowsOfIds | None = None  # of the current batch of `PagedOptimizer.pages`
-        # All tables of that look-up and their rows, if kernels compute all vectors in one launch.
-        self.together: list[tuple[PagedTable, RowsOfIds]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
@@ -88,7 +91,7 @@ class PagedTable:
         self.check_view()
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "sums", "announced"))
-        return vars(self) | {"_store": self.opened(), "unsent": {}, "together": []} | gone
+        return vars(self) | {"_store": self.opened(), "unsent": {}} | gone
 
     @property
     def store(self) -> Rows:
@@ -99,7 +102,7 @@ class PagedTable:
     def opened(self) -> Rows:
         """Return the rows; open a table that no optimizer has opened."""
         if self._store is None:
-            self.open(None)  # a PagedOptimizer may come later
+            self.open()  # a PagedOptimizer may come later
         return self.store
 
     def view_weight(self) -> Tensor:
@@ -119,10 +122,6 @@ class PagedTable:
             if view_VD.data_ptr() != address:
                 remedy = "write into the weights: table.weight.copy_(values)"
                 raise ValueError(f"weight.data was replaced, and the table was not; {remedy}")
-
-    @property
-    def has_optimizer(self) -> bool:
-        return self._layout is not None
 
     @property
     def trains(self) -> bool:
@@ -172,7 +171,13 @@ class PagedTable:
         if (waiting := self.waiting()) is not None:
             # A row of several pages has one gradient, their sum, as it is stepped once.
             with torch.no_grad():
-                page, grad_UD = self._merged(waiting, (page, grad_UD))
+                parts = waiting, (page, grad_UD)
+                rows_U = torch.unique(torch.cat([page.rows() for page, _ in parts]))
+                grad_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
+                for page, grad_uD in parts:
+                    grad_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
+                records_UR = None if self.fused else self.store.group.read(rows_U)
+                page = RowPage(self.store, rows_U, records_UR)
         self.page = page
         if is_exchanged:  # inside a step, unseen by users
             self.sums = grad_UD
@@ -183,16 +188,6 @@ class PagedTable:
         else:
             self.parameter.data = page.records[:, : self.embedding_dim]
         self.parameter.grad = grad_UD
-
-    def _merged(self, *parts: tuple[RowPage, Tensor]) -> tuple[RowPage, Tensor]:
-        """Return the rows and summed gradients of some pages as one."""
-        rows_U = torch.unique(torch.cat([page.rows() for page, _ in parts]))
-        shape = len(rows_U), self.embedding_dim
-        sum_UD = torch.zeros(shape, dtype=self.parameter.dtype, device=rows_U.device)
-        for page, grad_uD in parts:
-            sum_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
-        records_UR = None if self.fused else self.store.group.read(rows_U)
-        return RowPage(self.store, rows_U, records_UR), sum_UD
 
     def step(self, optimizer: RowOptimizer, lr: float) -> None:
         """Step the rows that have gradients by torch, and write them back."""
@@ -219,17 +214,21 @@ class PagedTable:
         """Drop rows and gradients that were stepped."""
         self.page = self.sums = self.parameter.grad = None
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.parameter.grad = self.sums = None
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero."""
+        self.sums = None
         self.unsent.clear()
+        if set_to_none:
+            self.parameter.grad = None
+        elif self.parameter.grad is not None:
+            self.parameter.grad.zero_()
 
     # Memory, first weights and optimizer state.
 
     @outside_inference  # the table is trained later
     def open(
         self,
-        layout: Layout | None,
+        optimizer: RowOptimizer | None = None,
         group: RowGroup | None = None,
         first_rows: tuple[int, ...] | None = None,
     ) -> None:
@@ -237,7 +236,10 @@ class PagedTable:
 
         In a group, the table is a part of the group's, from its rank's `first_rows` on.
         """
-        memory_VR, rank = None, self.ranks.rank
+        memory_VR, rank, layout = None, self.ranks.rank, self._layout
+        self.has_optimizer = optimizer is not None
+        if optimizer:
+            layout = self.layout_for(optimizer)
         first_rows = first_rows or (0,) * self.ranks.size
         if group:
             rows = self.ranks.shard_rows(self.num_embeddings)
@@ -275,18 +277,23 @@ class PagedTable:
     @outside_inference
     def attach(self, optimizer: RowOptimizer) -> None:
         """Give each row the state of an optimizer; an earlier one's is lost."""
-        layout = Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
-        had, has = _names(self._layout), _names(layout)
         if self._store is None:
-            self.open(layout)
-        elif self.path is not None and had != has:
+            self.open(optimizer)
+            return
+        layout = self.layout_for(optimizer)
+        had, has = self._layout.names(), layout.names()
+        if self.path is not None and had != has:
             first = "make its PagedOptimizer before the first use"
             raise ValueError(f"path={self.path}: the file is open without this state; {first}")
         elif self.path is None and (had or has):
             with self._store.lock:
                 new = self._copy_table(self.num_embeddings, layout, ["weight"])
                 regroup(self._store, new, self.device)
-        self._layout = layout
+        self._layout, self.has_optimizer = layout, True
+
+    def layout_for(self, optimizer: RowOptimizer) -> Layout:
+        """Return what the table keeps for an optimizer."""
+        return Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
 
     def check(self, optimizer: RowOptimizer) -> None:
         """Raise `ValueError` unless the table has the state of the optimizer."""
@@ -294,8 +301,8 @@ class PagedTable:
             return
         if self.fused:
             self.check_fused(optimizer)
-        needed = Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
-        if (wanted := _names(needed)) != (found := _names(self._layout)):
+        wanted, found = self.layout_for(optimizer).names(), self._layout.names()
+        if wanted != found:
             reason = f"a step now needs the state {wanted}, but the table has {found}"
             raise ValueError(f"{reason}; make a new PagedOptimizer with the arguments it has now")
         self.checked = optimizer
@@ -345,7 +352,7 @@ class PagedTable:
         of_ranks = self.ranks.global_rows
         table.initialise(lambda rows_n: whole(of_ranks(rows_n)), device, first_row=first_row)
 
-    def _copy_table(self, rows: int, layout: Layout | None, fields: Iterable[str]) -> Table:
+    def _copy_table(self, rows: int, layout: Layout, fields: Iterable[str]) -> Table:
         """Return a table with these fields of the present rows."""
         self.check_view()
         self.store.flush()
@@ -355,14 +362,11 @@ class PagedTable:
             new[name][: old.rows].copy_(old[name])
         return new
 
-    def _new_table(
-        self, rows: int, layout: Layout | None, memory_VR: Tensor | None = None
-    ) -> Table:
-        states, scalars = layout or Layout({}, {})
+    def _new_table(self, rows: int, layout: Layout, memory_VR: Tensor | None = None) -> Table:
         rows = self.ranks.shard_rows(rows)
         shape = max(1, rows), self.embedding_dim
-        shared = ("embedding", *shape, states, scalars, self.storage, self.dtype)
-        if self.state_storage and layout:
+        shared = ("embedding", *shape, *layout, self.storage, self.dtype)
+        if self.state_storage and (layout.states or self.has_optimizer):
             table: Table = SplitTable(*shared, self.state_storage)
         else:
             table = Table(*shared, self.path, memory_VR=memory_VR)
@@ -375,26 +379,38 @@ class PagedTable:
         """Return views of the optimizer state, by their names in torch."""
         store = self.opened()
         store.flush()
-        table = store.table
-        states, scalars = self._layout or Layout({}, {})
-        own = {name: table[name] for name in states}
-        return own | {name: table.scalars[name] for name in scalars}
+        own = {name: store.table[name] for name in self._layout.states}
+        return own | {name: store.table.scalars[name] for name in self._layout.scalars}
 
     def initial_state(self) -> dict[str, Tensor]:
         """Return the state before the first step, of the rows of all ranks."""
-        states, scalars = self._layout or Layout({}, {})
-        rows = self.num_embeddings
         initial = {
-            name: torch.tensor(state.initial, device="cpu").expand(rows, state.width)
-            for name, state in states.items()
+            name: torch.tensor(state.initial, device="cpu").expand(self.num_embeddings, state.width)
+            for name, state in self._layout.states.items()
         }
-        return initial | scalars
+        return initial | self._layout.scalars
 
     def gather(self, values: Tensor) -> Tensor | None:
-        """Return a copy of weights or a state, of all ranks; None but on rank 0."""
-        if self.ranks.size == 1 or not values.dim():
+        """Return a copy of weights or a state, of all ranks; None but on rank 0.
+
+        Those of other ranks come by way of `device` to CPU memory.
+        """
+        ranks, rows = self.ranks, self.num_embeddings
+        if ranks.size == 1 or not values.dim():
             return values.clone()
-        return _gather(self.ranks, values, self.num_embeddings, self.device)
+        shape = 0 if ranks.rank else rows, *values.shape[1:]
+        whole_VX = torch.empty(shape, dtype=values.dtype, device="cpu")
+        counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
+        for first in range(0, counts[0], GATHER_ROWS):
+            part = values[first : first + GATHER_ROWS].to(self.device).contiguous()
+            sent = [len(part)] + [0] * (ranks.size - 1)
+            received = [len(range(count)[first:][:GATHER_ROWS]) for count in counts]
+            if ranks.rank:
+                received = [0] * ranks.size
+            parts = ranks.all_to_all(part, sent, received).split(received)
+            for rank, part in enumerate(parts):
+                whole_VX[rank :: ranks.size][first : first + len(part)].copy_(part)
+        return None if ranks.rank else whole_VX
 
     def own_rows(self, values: Tensor) -> Tensor:
         """Return this rank's part of a state of all ranks."""
@@ -420,11 +436,15 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
             counts = [optimizer.count_step(store.table) for store in stores]
             seeds = [store.table.next_rounding_seed() for store in stores]
             grads = {page.owned.index: grad for _, page, grad in its_tables if page.owned}
-            if isinstance(key, LookUp) and key.has_all(grads) and len(set(counts)) == 1:
+            # Gradients are scaled and clipped in place: they are the same tensors.
+            has_all = isinstance(key, LookUp) and all(
+                grads.get(index) is key.sums.get(index, key) for index in range(len(key.spans))
+            )
+            if isinstance(key, LookUp) and has_all and len(set(counts)) == 1:
                 sums_UD, memory_UD = key.take_sums()
                 rows = key.wait(), key.narrow_N, key.known
                 group.step(optimizer, counts[0], seeds[0], sums_UD, lr, *rows)
-                group.keep_zeros(memory_UD)  # the step has made the sums 0
+                group.zeros_UD = memory_UD  # the step has made the sums 0
             else:
                 parts = zip(its_tables, counts, seeds, strict=True)
                 for (_, page, grad_UD), counted, seed in parts:
@@ -457,12 +477,12 @@ def open_together(tables: Sequence[PagedTable], optimizer: RowOptimizer) -> set[
         ]
         *begins_TN, rows_N = np.cumsum([[0] * ranks.size, *rows_TN], axis=0).tolist()
         if len(its_tables) > 1 and rows_N[0] < MOST_ROWS:  # alike on all ranks
-            layout = Layout(optimizer.states(first.embedding_dim), optimizer.scalars)
             shape = max(1, rows_N[ranks.rank]), first.embedding_dim
-            whole = Table("embeddings", *shape, layout.states, {}, first.storage, first.dtype)
+            states = first.layout_for(optimizer).states
+            whole = Table("embeddings", *shape, states, {}, first.storage, first.dtype)
             group = RowGroup(whole, first.device)
             for table, begins_N in zip(its_tables, begins_TN, strict=True):
-                table.open(layout, group, tuple(begins_N))
+                table.open(optimizer, group, tuple(begins_N))
             opened.update(its_tables)
     return opened
 
@@ -484,29 +504,3 @@ def share_cache(tables: Sequence[PagedTable]) -> None:
 @functools.cache
 def _zero(device: torch.device) -> Tensor:
     return torch.zeros((), device=device)
-
-
-def _names(layout: Layout | None) -> list[str]:
-    """Return the names of states and scalars, with the width of states."""
-    states, scalars = layout or Layout({}, {})
-    return [*(f"{name} x {state.width}" for name, state in states.items()), *scalars]
-
-
-def _gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> Tensor | None:
-    """Return the rows of all ranks on rank 0, in CPU memory; else None.
-
-    They are sent by way of `device`.
-    """
-    shape = 0 if ranks.rank else rows, *shard_vX.shape[1:]
-    whole_VX = torch.empty(shape, dtype=shard_vX.dtype, device="cpu")
-    counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
-    for first in range(0, counts[0], GATHER_ROWS):
-        part = shard_vX[first : first + GATHER_ROWS].to(device).contiguous()
-        sent = [len(part)] + [0] * (ranks.size - 1)
-        received = [len(range(count)[first:][:GATHER_ROWS]) for count in counts]
-        if ranks.rank:
-            received = [0] * ranks.size
-        parts = ranks.all_to_all(part, sent, received).split(received)
-        for rank, part in enumerate(parts):
-            whole_VX[rank :: ranks.size][first : first + len(part)].copy_(part)
-    return None if ranks.rank else whole_VX

@@ -109,8 +109,6 @@ class _ConsoleHandler(logging.Handler):
         from tqdm import tqdm
 
         output = sys.stdout
-        if output is None:
-            return
         text = self.format(record)
         if record.levelno in COLORS and is_terminal(output) and not os.environ.get("NO_COLOR"):
             text = f"{COLORS[record.levelno]}{text}\033[0m"

@@ -231,7 +231,8 @@ class Word2Vec(word2vec.Word2Vec):
         words = self.wv.index_to_key[:size]
         counts = self.wv.expandos["count"][:size].astype(np.int64)
         config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
-        self._default_alpha = self._default_alpha if chosen is None else None
+        if chosen is not None:
+            self._default_alpha = None
         self.alpha = alpha
         self.min_alpha = min_alpha
         self.epochs = epochs
@@ -451,10 +452,11 @@ class Word2Vec(word2vec.Word2Vec):
             states = _states(table, rows)
             # Arguments that need other states than before begin with new ones.
             is_same = all(key in saved and saved[key].ndim == states[key].ndim for key in states)
-            for key, state in states.items() if is_first and is_same else ():
-                # Words that are new since the last call keep their initial state.
-                values = torch.from_numpy(saved[key])
-                (state[: len(values)] if values.ndim else state).copy_(values)
+            if is_first and is_same:
+                for key, state in states.items():
+                    # Words that are new since the last call keep their initial state.
+                    values = torch.from_numpy(saved[key])
+                    (state[: len(values)] if values.ndim else state).copy_(values)
 
     def _copy_from(self, step: TrainingStep) -> None:
         """Copy vectors (in place) and optimizer state out of the tables."""

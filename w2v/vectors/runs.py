@@ -423,13 +423,11 @@ def as_csv(runs: Sequence[Run]) -> str:
     """Format all settings and unrounded figures as CSV, a line for each run."""
     lines = []
     for run in runs:
-        line: dict[str, Any] = {}
-        for key, value in run.settings.items():
-            line[key] = _text(value)
-            if isinstance(value, str):
-                line[key] = _unformula(value)
-        line |= figures(run)
-        lines.append({_unformula(key): value for key, value in line.items()})
+        settings = run.settings.items()
+        line = {key: _text(value) for key, value in settings}
+        line |= {key: _unformula(value) for key, value in settings if isinstance(value, str)}
+        measured = figures(run).items()
+        lines.append({_unformula(key): value for key, value in [*line.items(), *measured]})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

@@ -24,10 +24,6 @@ from w2v.system.files import error_message, naming_file, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast, limit_threads
 from w2v.vectors.datasets import RESTRICT_VOCAB
 
-EXIT_STATUS = (
-    "exit status: 0 success, 2 an error, 3 too little memory or disk; "
-    "130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
-)
 FOREIGN_OPTIONS = {  # of fastText and gensim, and likely guesses
     **dict.fromkeys(("thread", "workers"), "threads"),
     **dict.fromkeys(("k", "n", "top", "number"), "topn"),
@@ -51,11 +47,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
-
-
-def home_folder(text: str) -> Path:
-    """Return a folder; shells expand ~ only where a word begins."""
-    return Path(text).expanduser()
 
 
 def count(text: str) -> int:
@@ -89,9 +80,8 @@ Train word vectors, and score, query, draw, export and compare them.
     w2v train my.txt
     w2v nn latest king queen
 
-{exit_status}"""
-
-
+exit status: 0 success, 2 an error, 3 too little memory or disk; \
+130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"""
 # What the words of a command are, and what its --to names.
 SETTINGS = {
     "train": "text to train on (- for standard input), configs, and keys that override them",
@@ -157,7 +147,8 @@ def make_parser(name: str) -> Parser:
         add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
     if name in TO:
         metavar, place = TO[name]
-        add("--to", type=home_folder, metavar=metavar, help=place)
+        # Shells expand ~ only where a word begins.
+        add("--to", type=lambda text: Path(text).expanduser(), metavar=metavar, help=place)
     # Commands that train several runs.
     if name in ("compare", "sweep"):
         base = "config of the settings that the others leave open (default: text8)"
@@ -236,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, rest = rest[0], ["--help"]
         if name in ("-h", "--help", "help"):
             commands = "\n".join(f"  {name:<12}{COMMANDS[name][0]}" for name in COMMANDS)
-            show(OVERVIEW.format(commands=commands, exit_status=EXIT_STATUS))
+            show(OVERVIEW.format(commands=commands))
             return 0
         if name == "--version":
             show(f"w2v {w2v.__version__}")

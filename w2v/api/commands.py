@@ -15,7 +15,6 @@ from w2v.vectors.datasets import EvaluationError, Further
 from w2v.vectors.load import READABLE, VectorsError, find, load, load_words
 from w2v.vectors.runs import find_all, picture_path, read_all
 
-SIGNS = {"+", "-"}
 Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and their cosines
 
 
@@ -47,7 +46,7 @@ def analogies(options: Namespace) -> int:
     kv = load_words(options.run)
 
     def ask(words: list[str]) -> list[tuple[str, float]]:
-        if SIGNS.intersection(words):
+        if query.SIGNS.keys() & words:
             return query.combination(kv, words, options.topn)
         if len(words) != 3:
             remedy = "nor a sum such as king - man + woman; see --help"
@@ -56,7 +55,7 @@ def analogies(options: Namespace) -> int:
         return query.combination(kv, [b, "-", a, "+", c], options.topn)
 
     words = options.words
-    if SIGNS.intersection(words):
+    if query.SIGNS.keys() & words:
         questions = [words]
     elif any(" " in word for word in words):  # each question is quoted
         questions = [word.split() for word in words]

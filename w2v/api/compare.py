@@ -194,20 +194,6 @@ def with_seed(config: Config, seed: int = 1) -> Config:
     return replace(config, train=replace(config.train, seed=seed))
 
 
-def check_settings(assignments: Sequence[str], corpora: Sequence[str]) -> None:
-    """Raise `ConfigError` at settings that options or run names override."""
-    for setting in assignments:
-        key, _, value = setting.partition("=")
-        if key == "train.seed":
-            seeds = value.replace(",", " ")
-            raise ConfigError(f"{setting} would be replaced; write --seeds {seeds}, as last option")
-        if key == "run.name":
-            named = "would be replaced, as runs are named after configs"
-            raise ConfigError(f"{setting} {named}; name their folder with --to")
-        if key == "corpus.path" and corpora:
-            raise ConfigError(f"{setting} would be replaced; give all texts to --corpora")
-
-
 def names_runs(path: str) -> bool:
     """Return whether a path names a run or a folder of runs, not a text."""
     folder = Path(path)
@@ -282,7 +268,17 @@ def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str
     """Begin to log; return the config files and the settings of the arguments."""
     console.log_to_console()
     files, assignments = sort_settings(options.settings)
-    check_settings(assignments, options.corpora)
+    # Settings that options or the names of runs would override.
+    for setting in assignments:
+        key, _, value = setting.partition("=")
+        if key == "train.seed":
+            seeds = value.replace(",", " ")
+            raise ConfigError(f"{setting} would be replaced; write --seeds {seeds}, as last option")
+        if key == "run.name":
+            named = "would be replaced, as runs are named after configs"
+            raise ConfigError(f"{setting} {named}; name their folder with --to")
+        if key == "corpus.path" and options.corpora:
+            raise ConfigError(f"{setting} would be replaced; give all texts to --corpora")
     if not files:
         given = " ".join(options.settings)
         raise ConfigError(f"{given!r} has no config; name configs, such as adam adamw")

@@ -17,7 +17,7 @@ import operator
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -42,7 +42,6 @@ from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 
 log = logging.getLogger("w2v")
-_load_config = functools.cache(load_config)  # as it takes a tenth of the time of a short text
 CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center
 ON_CPU = "cpu", "sequential"  # compiled kernels
 SETTINGS = (  # prefixes of the assignments that `settings` takes; other keys are arguments
@@ -232,7 +231,8 @@ class Word2Vec(word2vec.Word2Vec):
         words = self.wv.index_to_key[:size]
         counts = self.wv.expandos["count"][:size].astype(np.int64)
         config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
-        self._default_alpha = self._default_alpha if chosen is None else None
+        if chosen is not None:
+            self._default_alpha = None
         self.alpha = alpha
         self.min_alpha = min_alpha
         self.epochs = epochs
@@ -252,30 +252,29 @@ class Word2Vec(word2vec.Word2Vec):
         counted = (sentence for sentence, _ in zip(corpus_iterable, counter, strict=False))
         corpus = None
         try:
-            corpus = self._encode(counted)
+            index = {word: row for row, word in enumerate(words)}
+            corpus = Corpus.temporary(encode_sentences(counted, index))
             raw_words = corpus.raw_words
         except NoKnownWords as error:  # gensim does not raise here either
             log.warning(f"{error}; nothing is trained")
             raw_words = error.raw_words
         examples = next(counter)
 
-        def log_epoch(epoch: int, trained: int, seconds: float) -> None:
-            self._log_epoch_end(
-                epoch,
-                examples,
-                total_examples,
-                raw_words,
-                total_words,
-                trained,
-                seconds,
-                corpus_file is not None,
-            )
-
+        log_epoch = functools.partial(
+            self._log_epoch_end,
+            example_count=examples,
+            total_examples=total_examples,
+            raw_word_count=raw_words,
+            total_words=total_words,
+            is_corpus_file_mode=corpus_file is not None,
+        )
         threads = torch.get_num_threads()
         torch.set_num_threads(max(1, min(self.workers, cores())))
         try:
             if corpus is None:
-                trained = self._train_on_nothing(epochs, callbacks)
+                trained = 0
+                for hook in ["on_train_begin", *["on_epoch_begin", "on_epoch_end"] * epochs]:
+                    self._call(callbacks, hook)
             else:
                 sample_ints = self.wv.expandos["sample_int"][:size]
                 vocab = GensimsVocab(words, counts, raw_words, len(words), sample_ints)
@@ -288,14 +287,6 @@ class Word2Vec(word2vec.Word2Vec):
         self.train_count += 1
         self._call(callbacks, "on_train_end")
         return trained, raw_words * epochs
-
-    def _encode(self, sentences: Iterable[Iterable[str]]) -> Corpus:
-        """Return the ids of the words that are trained, in temporary files."""
-        index = self.wv.key_to_index
-        size = self._trained_words
-        if size < len(index):
-            index = {word: row for word, row in index.items() if row < size}
-        return Corpus.temporary(encode_sentences(sentences, index))
 
     def _config(
         self, given: Mapping[str, Any], epochs, seed, alpha=None, min_alpha=None, words=np.inf
@@ -340,10 +331,10 @@ class Word2Vec(word2vec.Word2Vec):
         settings.append(f"train.device={self.device}")
         if not is_auto:
             settings.append("optimizer.lr=1")
-        config = _load_config((), tuple(settings))
+        config = load_config([], settings)
         if self.optimizer != "SGD" or self.optimizer_args:
             return config
-        like_gensims = _load_config((CPU_SGD,), tuple(settings))
+        like_gensims = load_config([CPU_SGD], settings)
         if plan.choose_kernels(like_gensims, Machine.here()) in ON_CPU:
             return like_gensims
         return config
@@ -353,21 +344,13 @@ class Word2Vec(word2vec.Word2Vec):
         for callback in callbacks:
             getattr(callback, hook)(self)
 
-    def _train_on_nothing(self, epochs: int, callbacks: Sequence[CallbackAny2Vec]) -> int:
-        """Call callbacks as `_train_on` does and return 0."""
-        self._call(callbacks, "on_train_begin")
-        for _ in range(epochs):
-            self._call(callbacks, "on_epoch_begin")
-            self._call(callbacks, "on_epoch_end")
-        return 0
-
     def _train_on(
         self,
         config: Config,
         vocab: Vocab,
         corpus: Corpus,
         callbacks: Sequence[CallbackAny2Vec],
-        log_epoch: Callable[[int, int, float], None],
+        log_epoch: Callable[..., None],
     ) -> int:
         """Train all epochs and return the number of words trained on."""
         with _naming_arguments():
@@ -390,7 +373,8 @@ class Word2Vec(word2vec.Word2Vec):
             start = time.monotonic()
             scale_updates = self._update_scaler(loop.step, planned.kernels)
             trained_here = self._train_epoch(loop, scale_updates)
-            log_epoch(epoch - 1, trained_here, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            log_epoch(epoch - 1, trained_word_count=trained_here, elapsed=seconds)
             log.info(f"epoch {epoch} of {config.train.epochs}: loss {self.loss_per_pair:.4f}")
             trained += trained_here
             if callbacks or epoch == config.train.epochs:
@@ -468,10 +452,11 @@ class Word2Vec(word2vec.Word2Vec):
             states = _states(table, rows)
             # Arguments that need other states than before begin with new ones.
             is_same = all(key in saved and saved[key].ndim == states[key].ndim for key in states)
-            for key, state in states.items() if is_first and is_same else ():
-                # Words that are new since the last call keep their initial state.
-                values = torch.from_numpy(saved[key])
-                (state[: len(values)] if values.ndim else state).copy_(values)
+            if is_first and is_same:
+                for key, state in states.items():
+                    # Words that are new since the last call keep their initial state.
+                    values = torch.from_numpy(saved[key])
+                    (state[: len(values)] if values.ndim else state).copy_(values)
 
     def _copy_from(self, step: TrainingStep) -> None:
         """Copy vectors (in place) and optimizer state out of the tables."""

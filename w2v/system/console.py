@@ -55,7 +55,9 @@ def log_to_console(level: int = logging.INFO) -> None:
     _early.buffer.clear()
     log.handlers[:] = [_early]
     if sys.stdout:  # None if the parent process closed it
-        log.addHandler(_ConsoleHandler(level))
+        console = _ConsoleHandler(level)
+        console.setFormatter(_Formatter())
+        log.addHandler(console)
     log.setLevel(ERRORS if level == ERRORS else DETAILS)  # train.log has the details too
 
 
@@ -101,16 +103,10 @@ class _FileHandler(logging.FileHandler):
 class _ConsoleHandler(logging.Handler):
     """Print through tqdm, so that a message does not break the progress bar."""
 
-    def __init__(self, level: int):
-        super().__init__(level)
-        self.setFormatter(_Formatter())
-
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
         output = sys.stdout
-        if output is None:
-            return
         text = self.format(record)
         if record.levelno in COLORS and is_terminal(output) and not os.environ.get("NO_COLOR"):
             text = f"{COLORS[record.levelno]}{text}\033[0m"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -40,9 +39,6 @@ def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
     for start in range(0, counts[0], block):
         sizes = [max(0, min(block, count - start)) for count in counts]
         mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
-        if ranks.size == 1:
-            yield mine_nD.numpy()
-            continue
         sent = [len(mine_nD)] + [0] * (ranks.size - 1)
         if ranks.rank:
             sizes = [0] * ranks.size
@@ -68,18 +64,19 @@ def save_run(
     An error is raised after the last block, as other ranks wait until theirs are received. Files
     of earlier steps are removed.
     """
-    shape = len(vocab.words), dim
     try:
         with _new_files(folder) as new:
-            sums = {
-                ARRAY: _write(new / ARRAY, _npy(shape, blocks)),
-                "vectors.kv": _write(new / "vectors.kv", [_pickled(vocab, dim)]),
-            }
+            with open(new / ARRAY, "wb") as file:
+                header = {"descr": "<f4", "fortran_order": False, "shape": (len(vocab.words), dim)}
+                np.lib.format.write_array_header_1_0(file, header)
+                file.writelines(block_nD.data for block_nD in blocks)
+            (new / "vectors.kv").write_bytes(_pickled(vocab, dim))
             if "bin" in formats:
                 vectors_VD = np.load(new / ARRAY, mmap_mode="r")
-                sums["vectors.bin"] = _write(new / "vectors.bin", _binary(vocab.words, vectors_VD))
+                with open(new / "vectors.bin", "wb") as file:
+                    file.writelines(_binary(vocab.words, vectors_VD))
             vocab.save(new / VOCAB)
-            sums[VOCAB] = hash_file(new / VOCAB, hashlib.sha256())
+            sums = {path.name: hash_file(path, hashlib.sha256()) for path in new.iterdir()}
             manifest.remove_derived(folder)
             for path in folder.glob(manifest.VECTORS):
                 path.unlink()
@@ -87,26 +84,6 @@ def save_run(
     finally:
         for _ in blocks:  # what other ranks still send
             pass
-
-
-def _write(path: Path, parts: Iterable[bytes | memoryview]) -> str:
-    """Write a file and return its SHA-256."""
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _npy(shape: tuple[int, int], blocks: Iterable[np.ndarray]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a .npy file of float32."""
-    file = io.BytesIO()
-    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-    yield file.getvalue()
-    for block_nD in blocks:
-        yield block_nD.data.cast("B")
 
 
 def _pickled(vocab: Vocab, dim: int) -> bytes:
@@ -154,7 +131,10 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
     Words keep their order if counts fall; otherwise gensim sorts .bin and .txt by count.
     """
     if set(formats) - {"kv"}:
-        _check_words(kv.index_to_key)
+        for word in kv.index_to_key:
+            if word.split() != [word]:
+                problem = f"the word {word!r} is empty or holds white space"
+                raise VectorsError(f"{problem}, which only .kv can store; use kv")
     folder = Path(folder)
     step, sums = manifest.read(folder)
     with _new_files(folder) as new:
@@ -174,15 +154,6 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
         known = {name: sums[name] for name in sums if (folder / name).exists()}
         manifest.write(folder, step, known)
     return [folder / f"vectors.{name}" for name in formats]
-
-
-def _check_words(words: Sequence[str]) -> None:
-    """Raise if a word holds white space, which only .kv can store."""
-    for word in words:
-        if word.split() != [word]:
-            raise VectorsError(
-                f"the word {word!r} is empty or holds white space, which only .kv can store; use kv"
-            )
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
-import math
-import pickletools
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -32,12 +32,14 @@ PICKLED = {  # all names in a pickle of KeyedVectors
     "__builtin__ frozenset",
     "builtins frozenset",
 }
-PLAIN = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}  # opcodes of values
-PLAIN |= {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
-PLAIN |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
-TUPLES = ["EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"]  # of 0 to 3 values
+OPCODES = (  # of values, lists and dictionaries
+    "PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE "
+    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES "
+    "SHORT_BINBYTES BINBYTES8 EMPTY_LIST APPEND APPENDS SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 "
+    "TUPLE2 TUPLE3 GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD"
+)
+CODES = [getattr(pickle, name)[0] for name in OPCODES.split()]
+PythonUnpickler: Any = pickle._Unpickler  # the one in C makes dictionaries of any keys
 KINDS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}  # of arrays
 
 log = logging.getLogger("w2v")
@@ -131,7 +133,7 @@ def _read_run(folder: Path) -> Words:
 
 def _read_kv(path: Path) -> Words:
     """Read what KeyedVectors.save has written."""
-    made = decode(path.read_bytes())
+    made = Decoder(io.BytesIO(path.read_bytes())).load()
     state = made.state
     if made.name != KEYED_VECTORS:
         raise ValueError(f"it holds {made.name}")
@@ -186,88 +188,48 @@ def _map_rows(path: Path) -> np.ndarray:
 class Made:
     """An object that a pickle would make: what it would call, and the state."""
 
-    def __init__(self, name: str, arguments: Any = ()):
-        if name not in PICKLED:  # a whole model is a common mistake
-            code = f"it names {name.replace(' ', '.')}, which could run any code"
-            raise ValueError(f"{code}; save the .wv of a gensim model")
-        self.name = name
-        self.arguments = arguments
-        self.state: Any = None
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> Made:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
-def decode(pickled: bytes) -> Any:
-    """Decode a pickle of plain values; each object becomes a `Made`.
+class Keyed(dict):
+    """Dictionary whose keys are text."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # As a key, a million tuples in each other would exhaust C's stack.
+        if type(key) is not str:
+            raise ValueError("a key is not a word")
+        super().__setitem__(key, value)
+
+
+class Decoder(PythonUnpickler):
+    """Unpickler of plain values; each object becomes a `Made`.
 
     A pickle is a program that may import and call any function. Nothing is called here: opcodes
-    that gensim and NumPy write, in protocols 2 to 4, fill lists and dictionaries. Raises
-    `ValueError` for other opcodes and names, and exceptions of any kind for damage.
+    that gensim and NumPy write, in protocols 2 to 4, fill lists and dictionaries. `load` raises
+    exceptions of any kind for other opcodes and names, and for damage.
     """
-    stack: list[Any] = []
-    outer: list[list[Any]] = []  # for each mark, the stack below it
-    memo: dict[int, Any] = {}
-    operand: Any
-    for opcode, operand, _ in pickletools.genops(pickled):
-        name = opcode.name
-        # The most frequent ones are first: there are millions of words and of their numbers.
-        if name in ("LONG_BINGET", "BINGET"):
-            stack.append(memo[operand])
-        elif name in PLAIN:
-            stack.append(operand)
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("LONG_BINPUT", "BINPUT"):
-            memo[operand] = stack[-1]
-        elif name == "MARK":
-            outer.append(stack)
-            stack = []
-        elif name in ("APPENDS", "SETITEMS", "TUPLE", "FROZENSET"):
-            items = stack
-            stack = outer.pop()
-            if name in ("TUPLE", "FROZENSET"):  # nothing is hashed
-                stack.append(tuple(items))
-            else:
-                _add(stack[-1], items)
-        elif name in TUPLES:
-            first = len(stack) - TUPLES.index(name)
-            stack[first:] = [tuple(stack[first:])]
-        elif name in EMPTY:
-            stack.append(EMPTY[name]())
-        elif name in CONSTANTS:
-            stack.append(CONSTANTS[name])
-        elif name == "GLOBAL":
-            stack.append(Made(operand))
-        elif name not in ("PROTO", "FRAME", "STOP"):
-            _combine(name, stack)
-    return stack.pop()
 
+    dispatch: ClassVar = {code: PythonUnpickler.dispatch[code] for code in CODES}
+    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(Keyed())
+    dispatch[pickle.FROZENSET[0]] = PythonUnpickler.load_tuple  # nothing is hashed
 
-def _combine(name: str, stack: list[Any]) -> None:
-    """Do the operation of an opcode that takes its operands from the stack."""
-    last = stack.pop()
-    if name == "APPEND":
-        _add(stack[-1], [last])
-    elif name == "SETITEM":
-        key = stack.pop()
-        _add(stack[-1], [key, last])
-    elif name == "STACK_GLOBAL":
-        stack.append(Made(f"{stack.pop()} {last}"))
-    elif name in ("NEWOBJ", "REDUCE"):
-        stack.append(Made(stack.pop().name, last))
-    elif name == "BUILD" and type(stack[-1]) is Made:
-        stack[-1].state = last
-    else:
-        raise ValueError(f"gensim writes no opcode {name} here")
-
-
-def _add(to: Any, items: list[Any]) -> None:
-    """Append items to a list, or set keys and values in turn."""
-    if type(to) is list:
-        to.extend(items)
-        return
-    # As a key, a million tuples in each other would exhaust C's stack.
-    if type(to) is not dict or set(map(type, items[::2])) - {str}:
-        raise ValueError("a key is not a word")
-    to.update(zip(items[::2], items[1::2], strict=True))
+    def find_class(self, module: str, name: str) -> type[Made]:
+        """Return a class whose instances are `Made`; import nothing."""
+        called = f"{module} {name}"
+        if called not in PICKLED:  # a whole model is a common mistake
+            code = f"it names {module}.{name}, which could run any code"
+            raise ValueError(f"{code}; save the .wv of a gensim model")
+        return type(name, (Made,), {"name": called})
 
 
 def _array(made: Made) -> np.ndarray:
@@ -288,15 +250,14 @@ def _numbers(made: Made) -> np.ndarray:
     """Return a pickled array of numbers; raise unless its parts match."""
     _, shape, dtype, in_columns, content = made.state
     kind = dtype.arguments[0]
-    if kind not in KINDS or any(type(length) is not int for length in shape):
+    if kind not in KINDS:
         raise ValueError("an array does not hold numbers")
     if isinstance(content, Made):  # bytes in protocol 2
         content = content.arguments[0].encode("latin1")
-    found = np.dtype(kind).newbyteorder(dtype.state[1])
-    if min(shape, default=0) < 0 or len(content) != math.prod(shape) * found.itemsize:
-        raise ValueError(f"an array of {len(content):,} bytes does not have its size")
     order: Literal["C", "F"] = "C"
     if in_columns is True:
         order = "F"
-    # The copy, in this machine's byte order, can be written.
-    return np.ndarray(shape, found, content, order=order).astype(kind)
+    found = np.ndarray(shape, np.dtype(kind).newbyteorder(dtype.state[1]), content, order=order)
+    if found.nbytes != len(content):
+        raise ValueError(f"an array of {len(content):,} bytes does not have its size")
+    return found.astype(kind)  # a copy in this machine's byte order, which can be written

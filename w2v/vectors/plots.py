@@ -30,7 +30,6 @@ PANELS = (  # metric, its title, and the x axis; drawn if any run has the metric
     ("analogies", "analogy accuracy", "seconds"),
     ("words_per_s", "words per second", "seconds"),
 )
-Panel = tuple[str, str, str]
 X_TITLES = {"words": "raw words", "seconds": "seconds of training"}
 # Readable on white and on black, as is GREY.
 COLORS = "#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8".split()
@@ -92,13 +91,13 @@ def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
     return drawn
 
 
-def _panels(runs: Mapping[str, Sequence[Run]]) -> list[Panel]:
+def _panels(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, str, str]]:
     """Return the panels for which there is a point."""
     everything = [run for group in runs.values() for run in group]
     return [panel for panel in PANELS if any(run.curve(panel[0], panel[2]) for run in everything)]
 
 
-def _draw_panel(axis: Any, runs: Mapping[str, Sequence[Run]], panel: Panel) -> None:
+def _draw_panel(axis: Any, runs: Mapping[str, Sequence[Run]], panel: tuple[str, str, str]) -> None:
     """Draw the mean of the runs of each label, and the band of several."""
     metric, title, x = panel
     for number, (label, group) in enumerate(runs.items()):

@@ -50,7 +50,10 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
             maps.append(_map(label, kv))
             nearest = nearest or {word: [] for word in query.example_words(kv.index_to_key)}
             for word, cells in nearest.items():
-                cells.append(_neighbors(kv, word))
+                near = "-"
+                if word in kv.key_to_index:
+                    near = ", ".join(other for other, _ in query.combination(kv, [word], NEAR))
+                cells.append(_text(near))
     header = ["", *(_text(entry["name"]) for entry in maps)]
     rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
     corpora = sorted({run.settings["corpus.path"] for run in shown.values()})
@@ -142,12 +145,6 @@ def _phases(shown: Runs) -> str:
         for n, name in enumerate(names)
     ]
     return f"<h2>Where the time went</h2>{bars}{_table(['', *map(_text, taken)], rows)}"
-
-
-def _neighbors(kv: load.Words, word: str) -> str:
-    if word not in kv.key_to_index:
-        return "-"
-    return _text(", ".join(near for near, _ in query.combination(kv, [word], NEAR)))
 
 
 def _map(name: str, kv: load.Words) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -157,10 +157,15 @@ def read(folder: Path) -> Run:
     """Read config.yaml, metrics.jsonl and, if present, scores.json."""
     remedy = "leave it out, or train it again"
     with refused(RunError, f"{folder} is not a whole run folder", remedy):
-        config = _Loader(_text_of(folder / "config.yaml")).get_single_data()
+        text = _text_of(folder / "config.yaml")
+        # A short file of aliases can stand for endless values.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("config.yaml has an alias")
+        # As JSON: YAML has dates, and keys of any type.
+        config = json.dumps(yaml.safe_load(text), default=str, skipkeys=True)
         settings = {
-            f"{section}.{key}": _plain(value)
-            for section, keys in dict(config).items()
+            f"{section}.{key}": value
+            for section, keys in dict(json.loads(config)).items()
             if isinstance(keys, dict)
             for key, value in keys.items()
         }
@@ -169,15 +174,6 @@ def read(folder: Path) -> Run:
             scores = dict(json.loads(_text_of(folder / "scores.json")))
         metrics = _read_lines(folder / "metrics.jsonl")
     return Run(folder, settings | _fitted(settings, SETTINGS), _fitted(scores, SCORES), metrics)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuse aliases, as a short file of them can stand for endless values."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("config.yaml has an alias")
-        return super().compose_node(parent, index)
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
@@ -198,11 +194,6 @@ def _text_of(file: Path) -> str:
     if not file.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
     return file.read_text(encoding="utf-8", errors="replace")
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting as JSON; YAML has dates, and keys of any type."""
-    return json.loads(json.dumps(value, default=str, skipkeys=True))
 
 
 def _fitted(value: Any, shape: Any) -> Any:
@@ -285,8 +276,7 @@ def _percent(part: dict[str, Any]) -> float | None:
     return 100 * part["accuracy"]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Runs whose settings, by dotted name, differ only in the seed."""
 
     settings: dict[str, Any]
@@ -317,17 +307,15 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     Of several corpora, rows of one run.name, or else of one optimizer, are ranked by their mean.
     """
     groups: dict[str, Row] = {}
-    by_name: dict[str, list[Run]] = {}
     for run in runs:
         items = run.settings.items()
         settings = {key: value for key, value in items if not key.startswith(NO_SETTING)}
         groups.setdefault(json.dumps(settings, sort_keys=True), Row(settings, [])).runs.append(run)
-        by_name.setdefault(_name(run), []).append(run)
     several = len({run.settings["corpus.path"] for run in runs}) > 1
 
     def rank(row: Row) -> tuple[float, float]:
         if several:
-            return quality(by_name[_name(row.runs[0])])
+            return quality([run for run in runs if _name(run) == _name(row.runs[0])])
         return quality(row.runs)
 
     return sorted(groups.values(), key=rank, reverse=True)
@@ -435,13 +423,11 @@ def as_csv(runs: Sequence[Run]) -> str:
     """Format all settings and unrounded figures as CSV, a line for each run."""
     lines = []
     for run in runs:
-        line: dict[str, Any] = {}
-        for key, value in run.settings.items():
-            line[key] = _text(value)
-            if isinstance(value, str):
-                line[key] = _unformula(value)
-        line |= figures(run)
-        lines.append({_unformula(key): value for key, value in line.items()})
+        settings = run.settings.items()
+        line = {key: _text(value) for key, value in settings}
+        line |= {key: _unformula(value) for key, value in settings if isinstance(value, str)}
+        measured = figures(run).items()
+        lines.append({_unformula(key): value for key, value in [*line.items(), *measured]})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

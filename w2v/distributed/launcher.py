@@ -34,6 +34,12 @@ def started() -> bool:
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
+def number(name: str) -> int:
+    """Return one of torchrun's numbers; 0 where it is not set."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
+
+
 def fork_ranks(count: int) -> int | None:
     """Fork the ranks of a job on this host, and wait for them.
 
@@ -97,7 +103,7 @@ def require_environment() -> None:
             f"{', '.join(wrong)}; start ranks with torchrun, or unset WORLD_SIZE for one"
         )
     for count, name in ("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
-        if int(os.environ[name]) >= int(os.environ[count]):
+        if number(name) >= number(count):
             raise ValueError(
                 f"{name}={os.environ[name]} must be below {count}={os.environ[count]}; "
                 "ranks are numbered from 0"

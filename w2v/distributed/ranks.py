@@ -195,11 +195,11 @@ class ProcessGroup(Ranks):
             except dist.DistNetworkError as error:
                 if "EADDRINUSE" not in str(error):
                     raise
-                port = f"MASTER_PORT={os.environ['MASTER_PORT']}"
+                port = f"MASTER_PORT={launcher.number('MASTER_PORT')}"
                 raise ValueError(
                     f"{port} is in use on this host; set another port for all ranks"
                 ) from error
-        place = "localhost", int(os.environ["MASTER_PORT"]), self.size, True, TIMEOUT
+        place = "localhost", launcher.number("MASTER_PORT"), self.size, True, TIMEOUT
         return dist.TCPStore(*place, master_listen_fd=launcher.listener.detach())
 
     def all_gather(self, fact: Any, group: str = "main") -> list[Any]:

@@ -243,7 +243,9 @@ class RunConfig(Section):
     log_seconds: float = key(10.0, "Seconds between lines of metrics.jsonl and the log.", above=0)
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
-    checkpoint_minutes: float = key(10.0, "Minutes between checkpoints (0: at the end).", at_least=0)
+    checkpoint_minutes: float = key(
+        10.0, "Minutes between checkpoints (0: one at the end).", at_least=0
+    )
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
     formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files: gensim's .kv, word2vec's .bin.")
 

@@ -39,6 +39,9 @@ def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
     for start in range(0, counts[0], block):
         sizes = [max(0, min(block, count - start)) for count in counts]
         mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
+        if ranks.size == 1:
+            yield mine_nD.numpy()
+            continue
         sent = [len(mine_nD)] + [0] * (ranks.size - 1)
         if ranks.rank:
             sizes = [0] * ranks.size

@@ -31,8 +31,6 @@ from w2v.transfer.engine import TransferStats
 class Rows(Member):
     """Access to the rows of a table, of row stores and paged embeddings."""
 
-    is_shard = False  # whether other processes have the other rows of the table
-
     _unchecked: list[LookUp] | None = None  # whose ids may be no rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,7 +166,7 @@ class Rows(Member):
         """
         with self.lock:
             self.flush()
-            suffix = _suffix(path, self.is_shard)
+            suffix = _suffix(path, len(self.first_rows))
             if suffix == ".npy" and self.table.is_in(path):
                 return  # the flush has written the file
             with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -187,7 +185,7 @@ class Rows(Member):
         with self.lock:
             self.flush()
             self.version += 1
-            if _suffix(path, self.is_shard) == ".npy":
+            if _suffix(path, len(self.first_rows)) == ".npy":
                 dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
                 rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
                 self.table.initialise(copy_rows(rows_VD))
@@ -294,10 +292,10 @@ def open_device(device: torch.device | str | None, storage: Storage) -> torch.de
     return opened
 
 
-def _suffix(path: str | Path, is_shard: bool) -> str:
+def _suffix(path: str | Path, ranks: int) -> str:
     """Return ".npy" or ".safetensors"; refuse other endings, and shards."""
     suffix = Path(path).suffix
-    if is_shard:
+    if ranks > 1:
         raise ValueError(f"{path} cannot hold rows of several ranks; use PagedOptimizer.save")
     if suffix not in (".npy", ".safetensors"):
         raise ValueError(f"{path} has the ending {suffix!r}; use .npy (weights) or .safetensors")

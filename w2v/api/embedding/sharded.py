@@ -60,12 +60,9 @@ class RoutedLookUp(LookUp):
     tables: list[PagedTable]
     received: list[int]
     owned: list[UniqueRows]
+    batch: Sequence[RoutedLookUp] = ()
+    pages: dict[int, RowPage]
     weights_UD: Tensor
-
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        self.batch: list[RoutedLookUp] = []
-        self.pages: dict[int, RowPage] = {}
 
     def sent(self) -> list[int]:
         """Wait for the rows; return how many of them each rank owns."""
@@ -76,6 +73,7 @@ class RoutedLookUp(LookUp):
     def receive(self, rows_M: Tensor, received: list[int]) -> None:
         """Look up the rows that all ranks request of this one."""
         self.received, ranks = received, self.tables[0].ranks
+        self.pages = {}
         spans = [
             cuda_cache.Span(ranks.shard_rows(span.rows), None, (span.first_rows[ranks.rank],))
             for span in self.spans
@@ -293,7 +291,7 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     weights = look_ups[0].tables[0].ranks.all_to_all_tensors(read, *counts)
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
         look_up.weights_UD = weight_UD
-        look_up.batch = []  # has this one: memory of a cycle is freed late
+        look_up.batch = ()  # has this one: memory of a cycle is freed late
 
 
 def reduce(tables: Sequence[PagedTable]) -> None:

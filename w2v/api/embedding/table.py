@@ -249,7 +249,6 @@ class PagedTable:
         if self.is_reset or not table.continued:
             self._draw(store)
         self._store, self._layout, self.init = store, layout, None
-        store.is_shard = self.ranks.size > 1
         share_cache([self])
 
     @outside_inference

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from w2v.config import (
 from w2v.distributed import launcher
 from w2v.system import console
 from w2v.system.files import atomic_path, exclusive, naming_file, one_line, remove_partial
-from w2v.system.process import Signals, cores, describe_environment, forked
+from w2v.system.process import Signals, cores, describe_environment, forked, open_gpu
 from w2v.system.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -84,11 +85,21 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     console.log.info("start     loading torch")  # seconds
     # A new text is encoded while torch is imported: over 1 s less for 100 MB on two cores, 3 s in
     # the first run of an installation, as numba compiles meanwhile. A thread would wait.
+    is_new = not (options.resume or launcher.number("RANK") or "torch" in sys.modules)
     encoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not (options.resume or launcher.number("RANK") or "torch" in sys.modules):
+    if is_new:
         encoding = forked(partial(encode, config, level))
     starting = timeline.phase("starting")
     with timeline.phase("reading"), encoding, starting, signals.deferred():
+        # Two threads open the GPU and load kernels: .8 s of 6.5 less on an H100.
+        if config.train.device != "cpu":
+            open_gpu(launcher.number("LOCAL_RANK"))
+        import torch
+
+        from w2v.model import sampler
+
+        if is_new and config.train.device != "cpu" and torch.cuda.is_available():
+            threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
         from w2v.training import build, memory, plan, run_folder, trainer
         from w2v.transfer.links import measure_copy_rate
 

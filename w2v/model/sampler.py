@@ -14,6 +14,7 @@ a pool of all words. DGL-KE draws all of them from a rank's own rows (Zheng et a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 from collections import deque
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from w2v.config import ModelConfig
-from w2v.kernels import reference
+from w2v.kernels import cuda, reference
 from w2v.kernels.batch import (
     Batch,
     BatchSeed,
@@ -306,6 +307,21 @@ class Sampler:
             numbers.append(self.rank)
         packed = np.array(numbers, "<i8").tobytes()
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def warm_up() -> None:
+    """Load the GPU kernels that draw batches, and the library that scores.
+
+    Their first calls take half a second: a thread makes them while others prepare what is trained.
+    """
+    # The plan says what is missing, such as memory or CuPy.
+    with contextlib.suppress(RuntimeError, ImportError):
+        words_N = torch.zeros(1 << 18, dtype=torch.int32, device="cuda")
+        edges_S = np.array([0, len(words_N)])
+        keep_V = torch.ones(1, device="cuda")
+        cuda.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool), 16, 1 << 16)
+        list(cuda.draw([BatchSeed(1, 1)], (1, 1), 1, Pool(), keep_V.double()))
+        keep_V[:, None] @ keep_V[None]
 
 
 def reach(window: int, offsets_S: np.ndarray) -> int:

@@ -142,6 +142,23 @@ def escape_unencodable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def open_gpu(number: int = 0) -> None:
+    """Open the context of a GPU in a thread, where there is a driver.
+
+    It takes 0.3 s, in which this process may import torch, which uses the context later. Processes
+    that are forked later must not use the GPU.
+    """
+
+    def open_context() -> None:
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does
+        with contextlib.suppress(OSError):
+            driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+            if driver.cuInit(0) == 0:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+
+    threading.Thread(target=open_context, name="open_gpu", daemon=True).start()
+
+
 def exit_fast(status: int) -> NoReturn:
     """Exit without Python's teardown, which takes 0.5 s with torch loaded."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads

@@ -157,12 +157,9 @@ def read(folder: Path) -> Run:
     """Read config.yaml, metrics.jsonl and, if present, scores.json."""
     remedy = "leave it out, or train it again"
     with refused(RunError, f"{folder} is not a whole run folder", remedy):
-        text = _text_of(folder / "config.yaml")
-        # A short file of aliases can stand for endless values.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ValueError("config.yaml has an alias")
+        content = _Loader(_text_of(folder / "config.yaml")).get_single_data()
         # As JSON: YAML has dates, and keys of any type.
-        config = json.dumps(yaml.safe_load(text), default=str, skipkeys=True)
+        config = json.dumps(content, default=str, skipkeys=True)
         settings = {
             f"{section}.{key}": value
             for section, keys in dict(json.loads(config)).items()
@@ -174,6 +171,19 @@ def read(folder: Path) -> Run:
             scores = dict(json.loads(_text_of(folder / "scores.json")))
         metrics = _read_lines(folder / "metrics.jsonl")
     return Run(folder, settings | _fitted(settings, SETTINGS), _fitted(scores, SCORES), metrics)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuse aliases, as a short file of them can stand for endless values.
+
+    Composing is recursive, so that deep nesting ends at Python's limit; parsing alone would take
+    hours.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("config.yaml has an alias")
+        return super().compose_node(parent, index)
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:

@@ -290,13 +290,13 @@ class ReferenceKernels(ShardKernels):
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         pairs = expand(batch)
-        marks_TV[0] |= marks(*pairs[:2], self.shape.rows)
-        marks_TV[1] |= marks(*pairs[2:4], self.shape.rows)
+        marks_TV[0] |= marks(pairs.contexts_BC, pairs.context_mask_BC, self.shape.rows)
+        marks_TV[1] |= marks(pairs.targets_BT, pairs.target_mask_BT, self.shape.rows)
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)
-        inputs = unique_rows(*pairs[:2], self.shape.rows)
-        outputs = unique_rows(*pairs[2:4], self.shape.rows)
+        inputs = unique_rows(pairs.contexts_BC, pairs.context_mask_BC, self.shape.rows)
+        outputs = unique_rows(pairs.targets_BT, pairs.target_mask_BT, self.shape.rows)
         return self._zero_grads(inputs, outputs)._replace(expanded=pairs)
 
     def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:

@@ -69,7 +69,6 @@ class Moves:
         self._sets = [rows.sort().values for rows in row_sets(len(records_VR), count)]
         self._arriving = torch.randn(count, records_VR.shape[1], device="cuda")
         self._leaving = torch.randn_like(self._arriving)
-        self._address = torch.tensor([records_VR.data_ptr()], device="cuda")
         self._slots = torch.arange(count, dtype=torch.int32, device="cuda")
         self._numbers = torch.tensor([count, 0], device="cuda")
         self._narrow = [rows.int() for rows in self._sets]
@@ -85,8 +84,7 @@ class Moves:
     def both(self, i: int) -> None:
         coming, leaving = (self._narrow[(i + n) % len(self._sets)] for n in range(2))
         moves = cuda_cache.Moves(coming, leaving, self._slots, self._numbers)
-        shape = self._records_VR.shape
-        cuda_cache.exchange_records(moves, self._address, *shape, self._leaving)
+        cuda_cache.exchange_records(moves, self._records_VR, self._leaving)
 
     def rates(self, link: Figures) -> Figures:
         """Return the rates and their shares of contiguous copies."""

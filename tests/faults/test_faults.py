@@ -156,7 +156,7 @@ def test_bad_corpus(tmp_path, run_main, name, content, words):
 
 
 def test_vocabulary_of_more_words_than_ids_can_number(tmp_path, run_main, monkeypatch):
-    monkeypatch.setattr(plan, "MOST_ROWS", 5)
+    monkeypatch.setattr(plan, "MOST_ROWS", 10)
     status, error = run_main(train, *tiny_arguments(tmp_path))
     assert status == 2 and "7 words" in error and "vocab.max_final_vocab=5" in error, error
 

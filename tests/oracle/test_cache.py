@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.each_case import each_case
-from tests.support.steps import make_step, records, tables_of, train
+from tests.support.steps import make_step, records, train
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.kernels.batch import Lookahead
 from w2v.kernels.cuda_cache import AGE, HIGHEST_LIMIT, PageRows
@@ -46,9 +46,9 @@ CACHES = [name for name in ENGINES if name.startswith("cache")]
 
 
 class RowBatch(NamedTuple):
-    """A batch that names the rows of both tables that it touches."""
+    """A batch that names the rows that it touches."""
 
-    rows: tuple[torch.Tensor, torch.Tensor]
+    rows: torch.Tensor
     number: int
     lookahead: Lookahead | None = None
 
@@ -56,21 +56,18 @@ class RowBatch(NamedTuple):
 class WholeNumberKernels(ReferenceKernels):
     """Kernels whose gradients are whole numbers, by row, column and batch."""
 
-    def mark(self, batch, marks_TV):
-        for marks_V, rows_U in zip(marks_TV, batch.rows, strict=True):
-            marks_V[rows_U.to(marks_V.device)] = True
+    def mark(self, batch, marks_A):
+        marks_A[batch.rows.to(marks_A.device)] = True
 
     def unique_rows(self, batch):
-        rows = [rows_U.to(self.shape.device) for rows_U in batch.rows]
-        masks = [torch.ones_like(rows_U, dtype=torch.bool) for rows_U in rows]
-        of_tables = zip(rows, masks, strict=True)
-        unique = [unique_rows(*of_table, self.shape.rows) for of_table in of_tables]
-        return self._zero_grads(*unique)
+        rows_U = batch.rows.to(self.shape.device)
+        is_row_U = torch.ones_like(rows_U, dtype=torch.bool)
+        return self._zero_grads(*unique_rows(rows_U, is_row_U, self.shape.rows))
 
-    def gradients(self, batch, page, rows, lr):
-        for its in (rows.inputs, rows.outputs):
-            its.grad_UD.copy_(gradient(its.rows_U, batch.number, self.shape.dim))
-        return rows
+    def gradients(self, batch, view, grads, lr):
+        rows = grads.rows
+        rows.grad_UD.copy_(gradient(rows.rows_U, batch.number, self.shape.dim))
+        return grads
 
 
 def gradient(rows_U, number, dim):
@@ -82,7 +79,7 @@ def make(name=None, slots=0, config=SGD, rows=ROWS, dim=DIM, device="cpu", **how
     """Return a step on tables of whole numbers; they are resident by default."""
     where = ENGINES.get(name, (device, "resident", device))
     step = make_step(config, rows, dim, WholeNumberKernels, *where, slots=slots, **how)
-    for number, table in enumerate(tables_of(step)):
+    for number, table in enumerate(step.tables):
         table["weight"].copy_(torch.arange(rows * dim).view(rows, dim) % 19 - number)
     return step
 
@@ -106,9 +103,13 @@ def with_windows(batches, rows, device, seed):
         yield batch if share < 0.1 else batch._replace(lookahead=lookahead)
 
 
-def batches_of(*rows):
-    """Return batches with these sets of rows of both tables."""
-    return [RowBatch(tuple(map(ids, both)), number) for number, both in enumerate(rows)]
+def batches_of(*words):
+    """Return batches with input vectors and output vectors of these sets of words."""
+    return [RowBatch(rows_of(*both), number) for number, both in enumerate(words)]
+
+
+def rows_of(inputs, outputs=()):
+    return torch.cat([2 * ids(inputs), 2 * ids(outputs) + 1]).sort().values
 
 
 def ids(rows):
@@ -116,11 +117,10 @@ def ids(rows):
 
 
 def marks(step, inputs, outputs=()):
-    """Return marks of these rows, bool [2, V]."""
-    marks_TV = torch.zeros(2, ROWS, dtype=torch.bool)
-    marks_TV[0, ids(inputs)] = True
-    marks_TV[1, ids(outputs)] = True
-    return marks_TV.to(step.state.device)
+    """Return marks of these words' rows, bool [A]."""
+    marks_A = torch.zeros(2 * ROWS, dtype=torch.bool)
+    marks_A[rows_of(inputs, outputs)] = True
+    return marks_A.to(step.state.device)
 
 
 def rows_needed(rows, steps_per_page):
@@ -145,10 +145,10 @@ some_rows = st.sets(st.integers(0, ROWS - 1))
 def test_paged_training_equals_dense_training(name, rows, steps_per_page, spare, seed, optimizer):
     config = OptimizerConfig(name=optimizer[0], lr=1.0, args=optimizer[1])
     slots = min(2 * ROWS, max(1, rows_needed(rows, steps_per_page) + spare))
-    uses_TV = None
+    uses_A = None
     if seed is not None:
-        uses_TV = torch.rand(2, ROWS, generator=torch.Generator().manual_seed(seed))
-    step = make(name, slots, config, uses_TV=uses_TV, steps_per_page=steps_per_page)
+        uses_A = torch.rand(2 * ROWS, generator=torch.Generator().manual_seed(seed))
+    step = make(name, slots, config, uses_A=uses_A, steps_per_page=steps_per_page)
     dense = make(config=config, device=ENGINES[name][0])
     found = trained(step, batches_of(*rows), seed)
     assert all(map(torch.equal, found, trained(dense, batches_of(*rows))))
@@ -185,12 +185,12 @@ def list_cache(kind, slots, rows=ROWS, device="cpu"):
     if kind is ListedCache:
         return kind(table, slots, torch.device(device))
     link = MappedLink() if device == "cuda" else Link()
-    return kind(link, [table], slots, torch.device(device))
+    return kind(link, table, slots, torch.device(device))
 
 
 def cached(cache):
     """Return the rows that are in a cache."""
-    rows_V = torch.arange(cache._tables[0].rows, device=cache.records_SR.device)
+    rows_V = torch.arange(cache._table.rows, device=cache.records_SR.device)
     return set(rows_V[cache.slots_of(rows_V) != cache.slots].tolist())
 
 
@@ -276,14 +276,14 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
     for cache in caches:
         cache.records_SR *= -1
         cache.flush()
-    first, second = (cache._tables[0]["weight"] for cache in caches)
+    first, second = (cache._table["weight"] for cache in caches)
     assert torch.equal(first, second)
     assert (first[1:] < 0).any(1).sum() >= slots - 1
 
 
 def test_least_used_rows_are_evicted_first():
-    uses_TV = torch.stack([torch.arange(ROWS), torch.full((ROWS,), 0.5)])
-    step = make("cache", slots=6, uses_TV=uses_TV)
+    uses_A = torch.stack([torch.arange(ROWS), torch.full((ROWS,), 0.5)], dim=1).flatten()
+    step = make("cache", slots=6, uses_A=uses_A)
     rows = [({0, 20}, {1}), ({5}, ()), ({7}, ()), ({8}, ()), ({9}, ()), ({10}, ())]
     trained(step, batches_of(*rows))
     assert step.engine.stats[1:3] == (8, 2)
@@ -305,11 +305,11 @@ def test_least_used_rows_are_evicted_first():
 def test_rows_of_the_lookahead_window_are_evicted_last(name, soon, cached):
     """Two of rows 0, 5, 20, 21 and 22, which no page uses, are evicted."""
     step = make(name, slots=6)
-    soon_V = None if soon is None else marks(step, soon)[0]
-    for rows, window_V in (({0, 20, 21, 22}, None), ({5}, None), ({6}, None), ({7, 8}, soon_V)):
-        step.engine.prefetch(marks(step, rows), window_V)
-        slot_of_V = step.engine.page().inputs.slot_of_V
-    assert {*torch.nonzero(slot_of_V != 6).flatten().tolist()} == cached
+    soon_A = None if soon is None else marks(step, soon)
+    for words, window_A in (({0, 20, 21, 22}, None), ({5}, None), ({6}, None), ({7, 8}, soon_A)):
+        step.engine.prefetch(marks(step, words), window_A)
+        slot_of_A = step.engine.view().slot_of_A
+    assert {*torch.nonzero(slot_of_A != 6).flatten().tolist()} == {2 * word for word in cached}
 
 
 @each(CACHES)
@@ -324,14 +324,14 @@ def test_page_that_does_not_fit_is_refused(name):
 def test_plans_made_on_the_gpu_equal_those_of_plain_torch(rows):
     """Both move the same rows if each page fits beside the one before."""
     g = torch.Generator().manual_seed(3)
-    uses_TV = torch.rand(2, rows, generator=g)
+    uses_A = torch.rand(2 * rows, generator=g)
     chosen = [
         [torch.randint(rows, (n,), generator=g).tolist() for n in (90, 60)] for _ in range(60)
     ]
     batches = batches_of(*[(set(inputs), set(outputs)) for inputs, outputs in chosen])
     stats = []
     for name in ("cache, pinned", "cache, mapped"):
-        step = make(name, slots=700, rows=rows, uses_TV=uses_TV, steps_per_page=2)
+        step = make(name, slots=700, rows=rows, uses_A=uses_A, steps_per_page=2)
         trained(step, batches, seed=2)
         stats.append(step.engine.stats[:3])
     assert stats[0] == stats[1]
@@ -350,12 +350,11 @@ def test_stress(name, slots):
 
     def some_rows():
         often = popular[torch.rand(64, generator=g) < 0.7]
-        return torch.cat([torch.randint(rows, (150,), generator=g), often]).unique()
+        return set(torch.cat([torch.randint(rows, (150,), generator=g), often]).tolist())
 
-    batches = [RowBatch((some_rows(), some_rows()), number) for number in range(steps)]
+    batches = batches_of(*[(some_rows(), some_rows()) for _ in range(steps)])
     dense = make(rows=rows, dim=dim)
     for batch in batches:
-        for table, rows_U in zip(tables_of(dense), batch.rows, strict=True):
-            table["weight"][rows_U] -= gradient(rows_U, batch.number, dim)
+        dense.table["weight"][batch.rows] -= gradient(batch.rows, batch.number, dim)
     step = make(name, slots, rows=rows, dim=dim)
     assert all(map(torch.equal, trained(step, batches, seed=8), records(dense)))

@@ -13,14 +13,13 @@ from tests.support.steps import (
     part_of,
     problem,
     records,
-    tables_of,
     train,
     train_on_text,
     with_tree,
 )
 from w2v.config import ModelConfig, OptimizerConfig
 from w2v.kernels import cpu_loops
-from w2v.kernels.batch import FAULT_BITS, Batch, Objective, table_rows
+from w2v.kernels.batch import FAULT_BITS, Batch, Objective, output_vectors
 from w2v.kernels.cpu import ThreadGrads
 from w2v.kernels.cpu_loops import UniqueRows
 from w2v.model.huffman import make_tree
@@ -76,7 +75,7 @@ def test_sequential_sgd_equals_a_reference_step_for_each_center(
     ours, theirs = make("SGD", "sequential", rows, dim), make("SGD", "reference", rows, dim)
     beside = 0 if dim == 20 else 7
     for step in (ours, theirs):
-        for table, weights_VD in zip(tables_of(step), weights_TVD, strict=True):
+        for table, weights_VD in zip(step.tables, weights_TVD, strict=True):
             table.records_VR.fill_(beside)
             table["weight"].copy_(weights_VD)
     # gensim's lock factors: 0 for rows that are not trained.
@@ -98,7 +97,7 @@ def test_sequential_sgd_equals_a_reference_step_for_each_center(
     if centers:
         locked_VD = ours.inputs["weight"][1::3]
         assert torch.equal(locked_VD, weights_TVD[0][1::3])
-    for table, expected in zip(tables_of(ours), tables_of(theirs), strict=True):
+    for table, expected in zip(ours.tables, theirs.tables, strict=True):
         torch.testing.assert_close(table["weight"], expected["weight"], rtol=1e-3, atol=1e-4)
         assert (table.records_VR[:, dim:] == beside).all()  # what is beside the weights
 
@@ -209,7 +208,7 @@ def test_sequential_sgd_is_gensims(objective, hs, negative):
     sentences = [[str(word) for word in sentence] for sentence in ids]
     theirs.build_vocab(sentences)
     size = len(theirs.wv)
-    ours = make("SGD", "sequential", table_rows(size, hs, negative), dim)
+    ours = make("SGD", "sequential", output_vectors(size, hs, negative), dim)
     pairs = [(ours.inputs["weight"][:size], theirs.wv.vectors)]
     nodes_VD = ours.outputs["weight"]
     if negative:

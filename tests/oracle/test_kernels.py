@@ -15,12 +15,11 @@ from tests.support.steps import (
     MODEL,
     make_kernels,
     make_step,
-    make_tables,
+    make_table,
     moved,
     one_sentence,
     problem,
     sorted_grads,
-    tables_of,
     train_on_text,
     with_tree,
 )
@@ -31,12 +30,12 @@ from w2v.kernels.batch import (
     FAULT_BITS,
     Grads,
     Objective,
-    Page,
+    RowGrads,
     StepShape,
     StepState,
-    TableGrads,
     Update,
     View,
+    max_batch_rows,
 )
 from w2v.kernels.cpu import CpuKernels, ThreadGrads
 from w2v.kernels.reference import ReferenceKernels
@@ -145,33 +144,34 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     Only rounding of sums, which may cancel, can differ. Rows that the batch does not touch, and
     what lies beside the weights, are not numbers.
     """
-    _, rows, dim = weights_TVD.shape
-    weights_TVD = weights_TVD.to(dtype)
-    reference = ReferenceKernels(StepShape(rows, dim, torch.float64, torch.device("cpu"), True))
-    page = Page(*(View(weights_VD.double(), None) for weights_VD in weights_TVD))
-    expected = reference.gradients(batch, page, reference.unique_rows(batch), 0.0)
+    _, vectors, dim = weights_TVD.shape
+    weight_AD = weights_TVD.to(dtype).transpose(0, 1).reshape(-1, dim)
+    reference = ReferenceKernels(StepShape(vectors, dim, torch.float64, torch.device("cpu"), True))
+    view = View(weight_AD.double(), None)
+    expected = reference.gradients(batch, view, reference.unique_rows(batch), 0.0)
+    theirs = expected.rows
 
     device = device_of(kernels)
-    records_TVR = torch.full((2, rows, padded(2 * dim, dtype.itemsize)), torch.nan, dtype=dtype)
-    for records_VR, weights_VD, its in zip(records_TVR, weights_TVD, expected[:2], strict=True):
-        records_VR[its.rows_U, :dim] = weights_VD[its.rows_U]
-    page = Page(*(View(records_VR.to(device), None) for records_VR in records_TVR))
-    tested = make_kernels(kernels, StepShape(rows, dim, dtype, torch.device(device), True), threads)
+    size = 2 * vectors, padded(2 * dim, dtype.itemsize)
+    records_AR = torch.full(size, torch.nan, dtype=dtype)
+    records_AR[theirs.rows_U, :dim] = weight_AD[theirs.rows_U]
+    shape = StepShape(vectors, dim, dtype, torch.device(device), True)
+    tested = make_kernels(kernels, shape, threads)
     batch = moved(batch, device)
-    found = tested.gradients(batch, page, tested.unique_rows(batch), 0.0)
+    view = View(records_AR.to(device), None)
+    found = tested.gradients(batch, view, tested.unique_rows(batch), 0.0)
 
-    marks_TV = torch.zeros(2, rows, dtype=torch.bool, device=device)
-    tested.mark(batch, marks_TV)
-    for marks_V, its in zip(marks_TV, expected[:2], strict=True):
-        assert torch.equal(torch.nonzero(marks_V).flatten().cpu(), its.rows_U.long())
+    marks_A = torch.zeros(2 * vectors, dtype=torch.bool, device=device)
+    tested.mark(batch, marks_A)
+    assert torch.equal(torch.nonzero(marks_A).flatten().cpu(), theirs.rows_U.long())
     assert int(found.pairs) == int(expected.pairs)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5, abs=1e-6)
-    for ours, theirs in zip(found[:2], expected[:2], strict=True):
-        rows_U, grad_UD, pairs_U = sorted_grads(ours)
-        assert torch.equal(rows_U, theirs.rows_U.long())
-        assert torch.equal(pairs_U, theirs.pairs_U.long())
-        error = (grad_UD.double() - theirs.grad_UD).norm()
-        assert error <= 1e-4 * theirs.grad_UD.norm() + 1e-6 * expected.pairs
+    rows_U, grad_UD, pairs_U = sorted_grads(found.rows)
+    assert torch.equal(rows_U, theirs.rows_U.long())
+    assert torch.equal(pairs_U, theirs.pairs_U.long())
+    for kind in (rows_U % 2 == 0, rows_U % 2 == 1):
+        error = (grad_UD.double() - theirs.grad_UD)[kind].norm()
+        assert error <= 1e-4 * theirs.grad_UD[kind].norm() + 1e-6 * expected.pairs
 
 
 @pytest.mark.parametrize(  # few, as compiling a number of negatives takes seconds
@@ -279,11 +279,10 @@ def test_buffers_have_room_for_the_rows_of_any_batch(seed, centers, negative, ro
     batch, weights_TVD = problem(seed, centers, 5, negative, rows)
     if softmax != "negatives":
         batch, weights_TVD = with_tree(batch, weights_TVD, alone=softmax == "tree")
-    rows = weights_TVD.shape[1]
-    reference = ReferenceKernels(StepShape(rows, 1, torch.float32, torch.device("cpu")))
-    touched = [len(its.rows_U) for its in reference.unique_rows(batch)[:2]]
-    most = [min(rows, number) for number in cuda.max_batch_rows(batch)]
-    assert touched[0] <= most[0] and touched[1] <= most[1]
+    vectors = weights_TVD.shape[1]
+    reference = ReferenceKernels(StepShape(vectors, 1, torch.float32, torch.device("cpu")))
+    rows_U = reference.unique_rows(batch).rows.rows_U
+    assert len(rows_U) <= max_batch_rows(batch, vectors)
 
 
 @pytest.mark.gpu
@@ -302,77 +301,70 @@ def test_gradients_of_a_large_batch(objective, has_tree):
 
 
 def optimizer_steps(config, kernels, dim=50, steps=20, dtype=torch.float32):
-    """Return tables after steps with random gradients of random rows."""
-    rows, device = 170, torch.device(device_of(kernels))
+    """Return the table after steps with random gradients of random rows."""
+    vectors, device = 170, torch.device(device_of(kernels))
     optimizer = RowOptimizer(config)
-    tables = make_tables(optimizer, rows, dim, device.type, dtype)
-    tested = make_kernels(kernels, StepShape(rows, dim, dtype, device, True), threads=2)
-    page = Page(*(View(table.records_VR, None) for table in tables))
-    state = StepState(device)
+    table = make_table(optimizer, vectors, dim, device.type, dtype)
+    tested = make_kernels(kernels, StepShape(vectors, dim, dtype, device, True), threads=2)
+    view, state = View(table.records_VR, None), StepState(device)
     g = torch.Generator().manual_seed(5)
     for number in range(steps):
-        touched = []
-        for share in (0.6, 0.3):
-            rows_U = torch.nonzero(torch.rand(rows, generator=g) < share).flatten()
-            pairs_U = 2 * torch.randint(1, 20, (len(rows_U),), generator=g)
-            touched.append((rows_U, torch.randn(len(rows_U), dim, generator=g), pairs_U))
-        grads = grads_of(tested, touched)
+        rows_U = torch.nonzero(torch.rand(2 * vectors, generator=g) < 0.45).flatten()
+        pairs_U = 2 * torch.randint(1, 20, (len(rows_U),), generator=g)
+        grad_UD = torch.randn(len(rows_U), dim, generator=g)
+        grads = grads_of(tested, rows_U, grad_UD, pairs_U)
         lr = 0.05 * (1 - number / steps)
-        tested.optimizer_step(Update(optimizer, tables, lr), page, grads, state)
-        assert kernels == "reference" or all(map(is_reset, grads[:2]))
+        tested.optimizer_step(Update(optimizer, table, lr), view, grads, state)
+        assert kernels == "reference" or is_reset(grads.rows)
     assert not state.fault
-    return tables
+    return table
 
 
-def grads_of(kernels, touched, loss=1.0):
-    """Return gradients of both tables; two CPU threads have half each."""
+def grads_of(kernels, rows_U, grad_UD, pairs_U, loss=1.0):
+    """Return gradients of rows; two CPU threads have half each."""
     shape, device = kernels.shape, kernels.shape.device
-    both = []
-    for rows_U, grad_UD, pairs_U in touched:
-        parts = torch.arange(len(rows_U)), rows_U, grad_UD, pairs_U
-        if isinstance(kernels, CpuKernels):
-            grads = ThreadGrads(shape.rows, shape.rows, shape.dim, 2)
-            grads.of_all.count_1[:] = len(rows_U)
-            for thread in range(2):
-                fill(grads.of_thread[thread][:4], parts, share=2)
-                cpu_loops.sort_by_owner(grads.of_thread[thread], owners=2)
-        else:
-            # Only the reference takes all that the buffers have room for.
-            room = len(rows_U) if isinstance(kernels, ReferenceKernels) else shape.rows
-            integers = torch.zeros(2, room, dtype=torch.int32, device=device)
-            index_V = torch.full((shape.rows,), -1, dtype=torch.int32, device=device)
-            grad_UD = torch.zeros(room, shape.dim, device=device)
-            count = torch.tensor(len(rows_U), device=device)
-            grads = TableGrads(index_V, integers[0], grad_UD, integers[1], count)
-            fill(grads[:4], [part.to(device) for part in parts])
-        both.append(grads)
+    parts = torch.arange(len(rows_U)), rows_U, grad_UD, pairs_U
+    if isinstance(kernels, CpuKernels):
+        grads = ThreadGrads(shape.rows, shape.rows, shape.dim, 2)
+        grads.of_all.count_1[:] = len(rows_U)
+        for thread in range(2):
+            fill(grads.of_thread[thread][:4], parts, share=2)
+            cpu_loops.sort_by_owner(grads.of_thread[thread], owners=2)
+    else:
+        # Only the reference takes all that the buffers have room for.
+        room = len(rows_U) if isinstance(kernels, ReferenceKernels) else shape.rows
+        integers = torch.zeros(2, room, dtype=torch.int32, device=device)
+        index_A = torch.full((shape.rows,), -1, dtype=torch.int32, device=device)
+        grad_UD = torch.zeros(room, shape.dim, device=device)
+        count = torch.tensor(len(rows_U), device=device)
+        grads = RowGrads(index_A, integers[0], grad_UD, integers[1], count)
+        fill(grads[:4], [part.to(device) for part in parts])
     loss, pairs = torch.tensor(loss, dtype=torch.float64), torch.tensor(1)
-    return Grads(*both, loss.to(device), pairs.to(device))
+    return Grads(grads, loss.to(device), pairs.to(device))
 
 
 def fill(buffers, parts, share=1):
     """Write rows, their indices, and a share of their gradients and pairs."""
-    index_V, its_rows_U, its_grad_UD, its_pairs_U = buffers
+    index_A, its_rows_U, its_grad_UD, its_pairs_U = buffers
     indices, rows_U, grad_UD, pairs_U = parts
-    index_V[rows_U] = indices.int()
+    index_A[rows_U] = indices.int()
     its_rows_U[: len(rows_U)] = rows_U
     its_grad_UD[: len(rows_U), : grad_UD.shape[1]] = grad_UD / share
     its_pairs_U[: len(rows_U)] = pairs_U // share
 
 
 def is_reset(grads):
-    """Return whether the gradients of a table are as before a step."""
+    """Return whether gradients are as before a step."""
     if isinstance(grads, ThreadGrads):
-        return bool((grads.of_all.index_V == -1).all() and (grads.first_V == -1).all())
-    return bool((grads.index_V == -1).all()) and not grads.grad_UD.any()
+        return bool((grads.of_all.index_A == -1).all() and (grads.first_A == -1).all())
+    return bool((grads.index_A == -1).all()) and not grads.grad_UD.any()
 
 
-def assert_tables_close(tables, expected, rtol=2e-5, atol=2e-6):
-    for ours, theirs in zip(tables, expected, strict=True):
-        for field in theirs.columns:
-            found, wanted = ours[field].cpu().float(), theirs[field].float()
-            torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
-        assert all(torch.equal(ours.scalars[key], value) for key, value in theirs.scalars.items())
+def assert_tables_close(ours, theirs, rtol=2e-5, atol=2e-6):
+    for field in theirs.columns:
+        found, wanted = ours[field].cpu().float(), theirs[field].float()
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+    assert all(torch.equal(ours.scalars[key], value) for key, value in theirs.scalars.items())
 
 
 @pairwise({"kernels": FAST, "name, args": OPTIMIZERS, "step": ["table", "row"], "cap": [0, 16]})
@@ -392,9 +384,10 @@ def test_optimizers_equal_torchs(kernels, name, args, step, cap):
 def test_optimizers_round_as_encode_does(name, dtype, unit, dim):
     """Few bits differ after one step; tables are close after twenty."""
     config = OptimizerConfig(name=name, lr=0.05)
-    once = [optimizer_steps(config, kernels, dim, 1, dtype) for kernels in ("cuda", "reference")]
-    for ours, theirs in zip(*once, strict=True):
-        assert (ours.records_VR.cpu() == theirs.records_VR).float().mean() > 0.999
+    ours, theirs = (
+        optimizer_steps(config, kernels, dim, 1, dtype) for kernels in ("cuda", "reference")
+    )
+    assert (ours.records_VR.cpu() == theirs.records_VR).float().mean() > 0.999
     often = [optimizer_steps(config, kernels, dim, 20, dtype) for kernels in ("cuda", "reference")]
     assert_tables_close(*often, rtol=8 * unit, atol=8 * unit)
 
@@ -414,29 +407,25 @@ def test_optimizers_round_as_encode_does(name, dtype, unit, dim):
     lambda kernels, name, **_: kernels != "cuda" or name == "Adam",  # the others are left to torch
 )
 def test_steps_write_nothing_that_is_not_finite(kernels, name, loss, grad, fault, which):
-    """The first step has rows of one table; the second step is sound."""
-    rows, dim, device = 4, 5, torch.device(device_of(kernels))
+    """The first step has input or output vectors; the second step is sound."""
+    vectors, dim, device = 4, 5, torch.device(device_of(kernels))
     optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.1))
-    tables = make_tables(optimizer, rows, dim, device.type)
-    before = [table.records_VR.clone() for table in tables]
-    tested = make_kernels(kernels, StepShape(rows, dim, torch.float32, device), threads=2)
-    page = Page(*(View(table.records_VR, None) for table in tables))
-    state = StepState(device)
-    sound = torch.tensor([1, 3]), torch.ones(2, dim), torch.tensor([2, 2])
-    empty = tuple(part[:0] for part in sound)
-    spoilt = sound[0], sound[1] * grad, sound[2]
-    first = [spoilt if table == which else empty for table in (0, 1)]
-    for number, step_loss, touched in ((5, loss, first), (6, 1.0, [sound, sound])):
+    table = make_table(optimizer, vectors, dim, device.type)
+    before_VR = table.records_VR.clone()
+    tested = make_kernels(kernels, StepShape(vectors, dim, torch.float32, device), threads=2)
+    view, state = View(table.records_VR, None), StepState(device)
+    first_U, then_U = torch.tensor([2, 6]) + which, torch.tensor([2, 3, 6, 7])
+    for number, step_loss, rows_U, factor in ((5, loss, first_U, grad), (6, 1.0, then_U, 1.0)):
         state.step = number
-        grads = grads_of(tested, touched, step_loss)
-        tested.optimizer_step(Update(optimizer, tables, 0.1), page, grads, state)
-        assert kernels == "reference" or all(map(is_reset, grads[:2]))
+        grad_UD = torch.full((len(rows_U), dim), factor)
+        grads = grads_of(tested, rows_U, grad_UD, torch.full_like(rows_U, 2), step_loss)
+        tested.optimizer_step(Update(optimizer, table, 0.1), view, grads, state)
+        assert kernels == "reference" or is_reset(grads.rows)
     bit = fault << which if fault == 2 else fault
     assert int(state.fault) == ((5 << FAULT_BITS) + bit if fault else 0)
     assert kernels == "cpu" or int(state.rows_updated) == 6
-    for table, old in zip(tables, before, strict=True):
-        is_changed = (table.records_VR != old).any(dim=1).tolist()
-        assert is_changed == ([False] * 4 if fault else [False, True, False, True])
+    changed = torch.nonzero((table.records_VR != before_VR).any(dim=1)).flatten().tolist()
+    assert changed == ([] if fault else [2, 3, 6, 7])
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Rprop"])
@@ -462,7 +451,7 @@ def check_training(kernels, name, cap=0, model=MODEL, **how):
     ours, our_losses = train_on_text(config, kernels, device, model, **how)
     theirs, their_losses = train_on_text(config, "reference", device, model)
     torch.testing.assert_close(our_losses, their_losses, rtol=1e-3, atol=1e-3)
-    for table, expected in zip(tables_of(ours), tables_of(theirs), strict=True):
+    for table, expected in zip(ours.tables, theirs.tables, strict=True):
         for field in expected.columns:
             found, wanted = table[field].cpu(), expected[field].cpu()
             assert (found - wanted).norm() < 1e-3 * wanted.norm()
@@ -526,9 +515,9 @@ def test_buffers_have_room_for_the_words_of_a_pool_alone():
     sampler = sampler_of_random_words(model, 4000, 500)
     for planned in step.plan_pages(sampler.epoch()):
         step(planned, 0.01)
-        _, outputs = step.kernels._rows
-        assert len(outputs.rows_U) <= 500 + 100
-        assert is_reset(outputs)
+        rows = step.kernels._rows
+        assert len(rows.rows_U) <= 500 + 2 * model.window + 500 + 100
+        assert is_reset(rows)
     assert not step.state.fault
 
 

@@ -14,16 +14,7 @@ from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, together
-from tests.support.steps import (
-    make_step,
-    moved,
-    part_of,
-    problem,
-    records,
-    sorted_grads,
-    tables_of,
-    train,
-)
+from tests.support.steps import make_step, moved, part_of, problem, records, sorted_grads, train
 from w2v.config import OPTIMIZERS, OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import (
@@ -33,7 +24,6 @@ from w2v.kernels.batch import (
     Counts,
     IdsByRank,
     Objective,
-    Page,
     StepShape,
     View,
 )
@@ -82,7 +72,7 @@ def trained(
     step = make_step(config, ROWS, dim, device=device, dtype=dtype, ranks=ranks, **how)
     results = [train(step, some_batches(ranks, device, objective), LR) for _ in range(EPOCHS)]
     assert not int(step.state.fault)
-    tables = [{key: table[key].cpu() for key in table.columns} for table in tables_of(step)]
+    tables = [{key: table[key].cpu() for key in table.columns} for table in step.tables]
     return tables, *map(torch.cat, zip(*results, strict=True))
 
 
@@ -315,20 +305,21 @@ def shard_operations(kernels, batch, seed):
     found |= {"received": recv_N, "on the host": host_2N.to(device, copy=True)}
 
     # An owner sends the weights of all requested ids.
-    marks_TV = torch.zeros(2, shape.stride, dtype=torch.bool, device=device)
-    kernels.mark_requested(ids_U, marks_TV)
-    slots_TV = torch.randperm(2 * shape.stride, generator=g).int().to(device).view(2, -1)
-    records_SR = torch.randn(2 * shape.stride, shape.dim + 8, generator=g).to(device, shape.dtype)
-    page = Page(View(records_SR, slots_TV[0]), View(records_SR, None))
+    marks_A = torch.zeros(shape.shard_rows, dtype=torch.bool, device=device)
+    kernels.mark_requested(ids_U, marks_A)
+    slot_of_A = torch.randperm(shape.shard_rows, generator=g).int().to(device)
+    size_SR = shape.shard_rows, shape.dim + 8
+    records_SR = torch.randn(size_SR, generator=g).to(device, shape.dtype)
     owned = kernels.own(ids_U)
-    weights_MD = kernels.gather_weights(ids_U, page)
-    found |= {"marks": marks_TV, "weights": weights_MD[ids_U >= 0]}
+    in_place_MD = kernels.gather_weights(ids_U, View(records_SR, None))
+    weights_MD = kernels.gather_weights(ids_U, View(records_SR, slot_of_A))
+    found |= {"marks": marks_A, "weights": weights_MD[ids_U >= 0]}
+    found |= {"weights in place": in_place_MD[ids_U >= 0]}
 
     # They come in the order of the list, with zero gradients.
     borrowed, _ = kernels.borrow(rows_U, weights_MD, owned)
-    index_TV = torch.stack([borrowed.inputs.index_V, borrowed.outputs.index_V])
-    grad_UD, pairs_U = borrowed.inputs.grad_UD, borrowed.inputs.pairs_U
-    found |= {"indices": index_TV.view(-1)[rows_U[rows_U >= 0]]}
+    grad_UD, pairs_U = borrowed.rows.grad_UD, borrowed.rows.pairs_U
+    found |= {"indices": borrowed.rows.index_A[rows_U[rows_U >= 0]]}
     found |= {"no gradients": grad_UD.clone(), "no pairs": pairs_U.clone()}
 
     # Gradients go back, with loss, pairs and fault in their headers.
@@ -341,8 +332,7 @@ def shard_operations(kernels, batch, seed):
     fault.zero_()
     kernels.collect(IdsByRank(ids_U, send_N), (grad_UD, pairs_U), owned, fault)
     found |= {"loss": owned.loss, "pairs": owned.pairs, "fault": fault}
-    found |= {"input gradients": sorted_grads(owned.inputs)}
-    return found | {"output gradients": sorted_grads(owned.outputs)}
+    return found | {"gradients": sorted_grads(owned.rows)}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
@@ -359,10 +349,10 @@ def shard_operations(kernels, batch, seed):
 )
 def test_shard_kernels_equal_the_reference(size, dim, dtype, seed, device):
     """Without a GPU the reference is checked by itself."""
-    rows = 2000
-    batch, _ = problem(seed, 300, 3, 5, rows)
+    vectors = 2000
+    batch, _ = problem(seed, 300, 3, 5, vectors)
     batch = moved(batch, device)
-    shape = StepShape(rows, dim, dtype, torch.device(device), True, size)
+    shape = StepShape(vectors, dim, dtype, torch.device(device), True, size)
     expected = shard_operations(ReferenceKernels(shape), batch, seed)
     assert torch.equal(expected["received"], expected["send"])
     assert expected["on the host"].tolist() == [expected["send"].tolist()] * 2
@@ -370,7 +360,10 @@ def test_shard_kernels_equal_the_reference(size, dim, dtype, seed, device):
     assert int(expected["fault"]) == (7 << 35) + 5
     is_row_U = expected["rows"] >= 0
     owners_U = torch.arange(size, device=device).repeat_interleave(expected["send"])
-    assert torch.equal((expected["rows"] % rows % size)[is_row_U], owners_U[is_row_U])
+    words_U = expected["rows"] // 2
+    assert torch.equal((words_U % size)[is_row_U], owners_U[is_row_U])
+    ids_U = 2 * (words_U // size) + expected["rows"] % 2
+    assert torch.equal(expected["ids"][is_row_U].long(), ids_U[is_row_U])
     assert not expected["no gradients"].any() and not expected["no pairs"].any()
     if device == "cuda":
         found = shard_operations(CudaShardKernels(shape), batch, seed)

@@ -19,7 +19,7 @@ import torch
 from tests.support.each_case import each_case
 from tests.support.steps import make_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
-from w2v.kernels.batch import Position, table_rows
+from w2v.kernels.batch import Position, output_vectors
 from w2v.model.huffman import make_tree
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.system.files import sealed
@@ -122,7 +122,7 @@ def make(
     model = config.model
     step = make_step(
         config.optimizer,
-        table_rows(ROWS, model.hs, model.negative),
+        output_vectors(ROWS, model.hs, model.negative),
         DIM,
         kernels,
         device,

@@ -9,15 +9,15 @@ from w2v.config import ModelConfig
 from w2v.distributed.exchange import LocalExchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE
-from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
+from w2v.kernels.batch import Batch, Objective, StepShape, StepState, output_vectors
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
 from w2v.kernels.cuda import CudaKernels, TorchStepKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
-from w2v.kernels.reference import ReferenceKernels
+from w2v.kernels.reference import ReferenceKernels, expand
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText
-from w2v.model.table import Table, record_width, side_by_side, uniform
+from w2v.model.table import Table, uniform
 from w2v.training.step import TrainingStep
 from w2v.transfer.cache import MappedCache, TorchCache
 from w2v.transfer.engine import Engine, Paged
@@ -38,7 +38,7 @@ def make_step(
     *,
     dtype=DTYPE,
     slots=0,
-    uses_TV=None,
+    uses_A=None,
     steps_per_page=1,
     threads=1,
     product=None,
@@ -46,7 +46,7 @@ def make_step(
     peers=False,
     folder=None,
 ):
-    """Return a `TrainingStep` on this rank's part of two tables.
+    """Return a `TrainingStep` on this rank's rows; `rows` of each of two tables.
 
     Kernels and engine are named as in `make_kernels` and `make_engine`. Tables are stored on the
     device, or pinned for an engine that pages, unless `storage` says where; "mmap" needs a folder.
@@ -55,11 +55,11 @@ def make_step(
     optimizer = RowOptimizer(config)
     paged_storage = "pinned" if device == "cuda" else "cpu"
     storage = storage or (device if engine == "resident" else paged_storage)
-    tables = make_tables(optimizer, rows, dim, storage, dtype, ranks, folder)
+    table = make_table(optimizer, rows, dim, storage, dtype, ranks, folder)
     device = torch.device(device)
     shape = StepShape(rows, dim, dtype, device, config.occurrence_cap > 0, ranks.size)
     if peers:
-        kernels = CudaPeerKernels(shape, (rows, rows), steps_per_page, engine != "resident")
+        kernels = CudaPeerKernels(shape, 2 * rows, steps_per_page, engine != "resident")
     elif kernels == "reference":
         kernels = ReferenceKernels(shape, product)
     elif kernels == "cuda" and not optimizer.formula:
@@ -68,15 +68,15 @@ def make_step(
         kernels = make_kernels(kernels, shape, threads, ranks)
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     state = StepState(device)
-    engine = make_engine(engine, tables, slots, uses_TV, device)
+    engine = make_engine(engine, table, slots, uses_A, device)
     exchange = LocalExchange(kernels, steps_per_page)
     if peers:
         memory = PeerMemory(ranks)
         assert not memory.obstacle(device)
-        exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.page())
+        exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.view())
     elif ranks is not SINGLE:
         exchange = RankExchange(kernels, steps_per_page, state, ranks, shape, planning)
-    return TrainingStep(*tables, kernels, engine, exchange, optimizer, state, planning)
+    return TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)
 
 
 def make_kernels(name, shape, threads=1, ranks=SINGLE):
@@ -93,43 +93,33 @@ def make_kernels(name, shape, threads=1, ranks=SINGLE):
     return name(shape)
 
 
-def make_tables(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, folder=None):
-    """Return this rank's rows of two tables; weights are in [-0.5, 0.5)."""
+def make_table(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, folder=None):
+    """Return this rank's rows of two tables in turn; weights are in [-0.5, 0.5)."""
     rows, states = ranks.shard_rows(rows), optimizer.states(dim)
-    memory_TVR = [None, None]
-    if storage == "pinned":
-        memory_TVR = side_by_side(2, rows, record_width(dim, states, dtype.itemsize), dtype)
-    tables = []
-    for seed, (name, memory_VR) in enumerate(zip(("input", "output"), memory_TVR, strict=True)):
-        scalars = optimizer.scalars
-        path = folder and folder / f"{name}.records"
-        table = Table(name, rows, dim, states, scalars, storage, dtype, path, memory_VR=memory_VR)
+    path = folder and folder / "vectors.records"
+    table = Table("vectors", 2 * rows, dim, states, optimizer.scalars, storage, dtype, path)
+    for seed, view in enumerate(table.interleaved("input", "output")):
         weights = uniform(dim, 0.5, seed)
-        table.initialise(lambda rows_n, weights=weights: weights(ranks.global_rows(rows_n)))
-        tables.append(table)
-    return tables
+        view.initialise(lambda rows_n, weights=weights: weights(ranks.global_rows(rows_n)))
+    return table
 
 
-def make_engine(name, tables, slots, uses_TV, device):
+def make_engine(name, table, slots, uses_A, device):
     """Return an engine by name: "resident", "paged", "cache" or "torch cache"."""
     if name == "resident":
-        return Engine(tables)
-    link = link_between(tables[0], device)
+        return Engine(table)
+    link = link_between(table, device)
     if name == "paged":
-        return Paged(link, tables, device)
-    uses_TV = uses_TV if uses_TV is None else uses_TV.to(device)
+        return Paged(link, table, device)
+    uses_A = uses_A if uses_A is None else uses_A.to(device)
     if name == "torch cache" or device.type == "cpu":
-        return TorchCache(link, tables, slots, device, uses_TV)
-    return MappedCache(tables, slots, device, uses_TV)
-
-
-def tables_of(step):
-    return step.inputs, step.outputs
+        return TorchCache(link, table, slots, device, uses_A)
+    return MappedCache(table, slots, device, uses_A)
 
 
 def records(step):
     """Return copies of both tables' records on the CPU."""
-    return [table.records_VR.cpu().clone() for table in tables_of(step)]
+    return [table.records_VR.cpu().clone() for table in step.tables]
 
 
 def train(step, batches, lr):
@@ -144,8 +134,8 @@ def train(step, batches, lr):
 def train_on_text(config, kernels="reference", device="cpu", model=MODEL, **how):
     """Train three epochs of a small text; return the step and the losses."""
     rows, dim = 300, 48
-    table = table_rows(rows, model.hs, model.negative)
-    step = make_step(config, table, dim, kernels, device, **how)
+    vectors = output_vectors(rows, model.hs, model.negative)
+    step = make_step(config, vectors, dim, kernels, device, **how)
     rng = np.random.default_rng(3)
     offsets = np.cumsum([0, *rng.integers(1, 60, 120)])
     ids = (rng.zipf(1.3, offsets[-1]) % rows).astype(np.int32)
@@ -218,3 +208,9 @@ def sorted_grads(grads):
     assert not grads.grad_UD[count:].any()
     rows_U, order_U = grads.rows_U[:count].long().sort()
     return rows_U.cpu(), grads.grad_UD[order_U].cpu(), grads.pairs_U[order_U].long().cpu()
+
+
+def expand_words(batch):
+    """Return the pairs of a batch as words and nodes, not as rows."""
+    pairs = expand(batch)
+    return pairs._replace(contexts_BC=pairs.contexts_BC // 2, targets_BT=pairs.targets_BT // 2)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.steps import expand_words
 from w2v.config import ConfigError, ModelConfig
-from w2v.kernels.reference import expand
 from w2v.model import heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.huffman import make_tree
@@ -48,7 +48,7 @@ def test_chosen_sentences_are_evenly_spread_and_of_about_the_right_size(lengths,
 def test_all_but_the_held_out_sentences_is_trained_on(batch_size):
     text = make_text(np.random.default_rng(0).integers(2, 30, 90), 200)
     sampler = Sampler(text, ModelConfig(window=3), batch_size, 1, CPU)
-    pairs = [expand(batch) for batch in sampler.epoch()]
+    pairs = [expand_words(batch) for batch in sampler.epoch()]
     trained = set(torch.cat([p.targets_BT[:, 0] for p in pairs]).tolist())
     contexts = set(torch.cat([p.contexts_BC[p.context_mask_BC] for p in pairs]).tolist())
     spans = [text.offsets_S[number : number + 2] for number in text.held_out]
@@ -66,7 +66,7 @@ def test_the_loss_is_the_mean_over_pairs_and_repeatable():
     held = HeldOut(text, model, CPU)
     logsigmoid = torch.nn.functional.logsigmoid
     total, pairs = 0.0, 0
-    for written in map(expand, held._batches):
+    for written in map(expand_words, held._batches):
         for contexts, mask, targets, counts, labels in zip(*written, strict=True):
             signs = torch.where(labels, 1, -1)[counts]
             for context in contexts[mask]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.steps import make_tables, problem, with_tree
+from tests.support.steps import make_table, problem, with_tree
 from tests.support.structs import TYPES, as_structure
 from w2v.config import OptimizerConfig
 from w2v.kernels import cuda, cuda_cache, launch
@@ -19,11 +19,10 @@ from w2v.kernels.batch import (
     Counts,
     Hyper,
     IdsByRank,
-    Page,
     Pool,
+    RowGrads,
     StepShape,
     StepState,
-    TableGrads,
     Update,
     View,
 )
@@ -35,7 +34,8 @@ from w2v.transfer.cache import ListedCache, MappedCache
 from w2v.transfer.links import MappedLink
 
 CPU = torch.device("cpu")
-ROWS, DIM = 40, 4
+VECTORS, DIM = 40, 4
+ROWS = 2 * VECTORS
 KERNELS = {
     (path.name, name)
     for path in launch.SOURCES.glob("*.cu")
@@ -148,17 +148,16 @@ def launches(monkeypatch):
 
 
 def make_step(dtype=torch.float32, name="Adam", make=CudaKernels, ranks=1, **config):
-    """Return kernels, an update, a page and a state."""
+    """Return kernels, an update, a view and a state."""
     optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.1, **config))
-    tables = make_tables(optimizer, ROWS, DIM, dtype=dtype)
-    shape = StepShape(ROWS, DIM, dtype, CPU, bool(optimizer.occurrence_cap), ranks)
-    slot_of_V = torch.zeros(ROWS, dtype=torch.int32)
-    inputs, outputs = (View(table.records_VR, slot_of_V) for table in tables)
-    return make(shape), Update(optimizer, tables, 0.1), Page(inputs, outputs), StepState(CPU)
+    table = make_table(optimizer, VECTORS, DIM, dtype=dtype)
+    shape = StepShape(VECTORS, DIM, dtype, CPU, bool(optimizer.occurrence_cap), ranks)
+    view = View(table.records_VR, torch.zeros(ROWS, dtype=torch.int32))
+    return make(shape), Update(optimizer, table, 0.1), view, StepState(CPU)
 
 
 def random_batch(objective="skipgram"):
-    batch, weights_TVD = problem(0, 8, 2, 3, ROWS)
+    batch, weights_TVD = problem(0, 8, 2, 3, VECTORS)
     if "tree" in objective:
         batch, _ = with_tree(batch, weights_TVD, alone=objective.startswith("tree"))
     cbow, weighted = "cbow" in objective, 3 if "weighted" in objective else 0
@@ -167,62 +166,62 @@ def random_batch(objective="skipgram"):
 
 
 def draw_text():
-    cdf_V = torch.linspace(0.1, 1, ROWS, dtype=torch.float64)
+    cdf_V = torch.linspace(0.1, 1, VECTORS, dtype=torch.float64)
     seeds = [BatchSeed(5, 2**64 - 1, 3), BatchSeed(6, 2)]
     assert len(list(cuda.draw(seeds, (1, 5), 3, Pool(7, 4, True, 1, 2), cdf_V))) == 2
-    words_N, keep_V = torch.zeros(3000, dtype=torch.int32), torch.ones(ROWS)
+    words_N, keep_V = torch.zeros(3000, dtype=torch.int32), torch.ones(VECTORS)
     for trained_S in (np.ones(2, bool), np.array([True, False])):
         edges_S = np.array([0, 1000, 3000])
         cuda.subsample(2**64 - 1, words_N, edges_S, keep_V, trained_S, 16, 100)
 
 
-def train(kernels, update, page, state, batch):
-    kernels.mark(batch, torch.zeros(2, ROWS, dtype=torch.bool))
-    grads = kernels.gradients(batch, page, kernels.unique_rows(batch), update.lr)
-    kernels.optimizer_step(update, page, grads, state)
+def train(kernels, update, view, state, batch):
+    kernels.mark(batch, torch.zeros(ROWS, dtype=torch.bool))
+    grads = kernels.gradients(batch, view, kernels.unique_rows(batch), update.lr)
+    kernels.optimizer_step(update, view, grads, state)
     return grads
 
 
 def exchange_rows():
-    kernels, update, page, state = make_step(make=CudaShardKernels, ranks=2, occurrence_cap=5)
+    kernels, update, view, state = make_step(make=CudaShardKernels, ranks=2, occurrence_cap=5)
     batch = random_batch()
     send_N, scratch_N, recv_N = torch.zeros(3, 2, dtype=torch.int32)
     ids_M = torch.zeros(9, dtype=torch.int32)
     requests = IdsByRank(ids_M, recv_N)
     rows_U, _ = kernels.list_requests(batch, send_N, scratch_N, requests)
     kernels.read_counts(requests, Counts(send_N, recv_N), torch.zeros(2, 2, dtype=torch.int32))
-    kernels.mark_requested(ids_M, torch.zeros(2, ROWS // 2, dtype=torch.bool))
+    kernels.mark_requested(ids_M, torch.zeros(ROWS // 2, dtype=torch.bool))
     owned = kernels.own(ids_M)
-    weights_MD = kernels.gather_weights(ids_M, page)
-    borrowed, borrowed_page = kernels.borrow(rows_U[:9], weights_MD, owned)
-    grads = kernels.gradients(batch, borrowed_page, borrowed, update.lr)
+    weights_MD = kernels.gather_weights(ids_M, view)
+    borrowed, borrowed_view = kernels.borrow(rows_U[:9], weights_MD, owned)
+    grads = kernels.gradients(batch, borrowed_view, borrowed, update.lr)
     kernels.write_headers(grads, state.fault, send_N)
     received = torch.zeros(9, DIM), torch.zeros(9, dtype=torch.int32)
     kernels.collect(requests, received, owned, state.fault)
-    kernels.optimizer_step(update, page, owned, state)
+    kernels.optimizer_step(update, view, owned, state)
 
 
 def read_peers(pages):
     def make(shape):
-        return CudaPeerKernels(shape, (ROWS, ROWS), 2, pages)
+        return CudaPeerKernels(shape, ROWS, 2, pages)
 
-    kernels, update, page, state = make_step(make=make, ranks=2, occurrence_cap=5)
-    peer = kernels.shared(page)
+    kernels, update, view, state = make_step(make=make, ranks=2, occurrence_cap=5)
+    peer = kernels.shared(view)
     addresses = [0 if part is None else part.data_ptr() for part in peer]
-    kernels.join(1, [addresses, addresses], page)
+    kernels.join(1, [addresses, addresses], view)
     (slot,) = kernels.list_rows([random_batch()])
-    kernels.mark_owned(torch.zeros(2, ROWS // 2, dtype=torch.bool))
-    grads = kernels.gradients(random_batch(), page, kernels.borrow(slot), update.lr)
-    kernels.optimizer_step(update, page, kernels.find_gradients(grads, state.fault), state)
+    kernels.mark_owned(torch.zeros(ROWS // 2, dtype=torch.bool))
+    grads = kernels.gradients(random_batch(), view, kernels.borrow(slot), update.lr)
+    kernels.optimizer_step(update, view, kernels.find_gradients(grads, state.fault), state)
 
 
 def cache_rows():
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
-    tables = make_tables(optimizer, ROWS, DIM)
-    marked = MappedCache(tables, 20, CPU)
-    marked.prefetch(torch.zeros(2, ROWS, dtype=torch.bool), torch.zeros(ROWS, dtype=torch.bool))
-    marked.page()
-    listed = ListedCache(tables[0], 20, CPU)
+    table = make_table(optimizer, VECTORS, DIM)
+    marked = MappedCache(table, 20, CPU)
+    marked.prefetch(*torch.zeros(2, ROWS, dtype=torch.bool))
+    marked.view()
+    listed = ListedCache(table, 20, CPU)
     rows_U, known = torch.arange(5), torch.tensor([5, 0])
     listed.prefetch(PageRows([rows_U], [(rows_U, None), (rows_U, known)]))
     listed.wait()
@@ -269,14 +268,14 @@ def test_every_kernel_gets_what_its_parameters_are(launches):
         train(*make_step(dtype, "AdamW", occurrence_cap=3), random_batch())
         use_bags(dtype)
     kernels, *_ = make_step(name="NAdam", make=TorchStepKernels)
-    assert kernels.unique_rows(random_batch()).inputs.rows_U.shape == (0,)
+    assert kernels.unique_rows(random_batch()).rows.rows_U.shape == (0,)
     exchange_rows()
     read_peers(pages=True)
     read_peers(pages=False)
     cache_rows()
     look_up()
     use_bags(torch.float32)
-    table = make_tables(RowOptimizer(OptimizerConfig(name="Adam", lr=0.1)), ROWS, DIM)[0]
+    table = make_table(RowOptimizer(OptimizerConfig(name="Adam", lr=0.1)), VECTORS, DIM)
     for slots_U in (None, torch.arange(3)):
         for move in (MappedLink().read, MappedLink().write):
             move(table, torch.arange(3), torch.zeros(3, table.width), slots_U)
@@ -285,10 +284,10 @@ def test_every_kernel_gets_what_its_parameters_are(launches):
 
 def test_bound_kernels_get_the_buffers_at_hand(launches):
     kernels, update, first, state = make_step()
-    second = Page(View(first.inputs.records_SR.clone(), None), first.outputs)
-    small, large = (problem(0, centers, 2, 3, ROWS)[0] for centers in (4, 30))
+    second = View(first.records_SR.clone(), None)
+    small, large = (problem(0, centers, 2, 3, VECTORS)[0] for centers in (4, 30))
     used = []
-    for batch, page, lr in (
+    for batch, view, lr in (
         (small, first, 0.5),
         (small, first, 0.25),
         (small, second, 0.25),
@@ -296,14 +295,14 @@ def test_bound_kernels_get_the_buffers_at_hand(launches):
     ):
         state.step += 1
         launches.clear()
-        grads = train(kernels, update._replace(lr=lr), page, state, batch)
+        grads = train(kernels, update._replace(lr=lr), view, state, batch)
         _, unique, skipgram, step = (launched.args for launched in launches)
-        words, records = batch.words_n.data_ptr(), page.inputs.records_SR.data_ptr()
-        index, loss = grads.inputs.index_V.data_ptr(), grads.loss.data_ptr()
-        assert (unique["batch.words"], unique["inputs.index_V"]) == (words, index)
-        assert (skipgram["batch.words"], skipgram["input_grads.index_V"]) == (words, index)
-        assert skipgram["inputs.records_SR"] == step["inputs.records_SR"] == records
-        assert skipgram["loss"] == step["loss"] == loss and step["input_grads.index_V"] == index
+        words, records = batch.words_n.data_ptr(), view.records_SR.data_ptr()
+        index, loss = grads.rows.index_A.data_ptr(), grads.loss.data_ptr()
+        assert (unique["batch.words"], unique["rows.index_A"]) == (words, index)
+        assert (skipgram["batch.words"], skipgram["rows.index_A"]) == (words, index)
+        assert skipgram["view.records_SR"] == step["view.records_SR"] == records
+        assert skipgram["loss"] == step["loss"] == loss and step["rows.index_A"] == index
         assert (step["lr"], step["table_step"]) == (lr, state.step)
         used.append(index)
     assert used[0] == used[1] == used[2] != used[3], "the larger batch needs larger buffers"
@@ -360,13 +359,13 @@ def test_missing_and_doubled_arguments_are_refused(mark_rows):
 
 
 def test_structs_are_named_tuples_with_the_fields_in_order(launches):
-    names = ["index_V", "rows_U", "grad_UD", "pairs_U", "row_count"]
+    names = ["index_A", "rows_U", "grad_UD", "pairs_U", "row_count"]
     kernel = launch.kernel("shard.cu", "own", RANKS=1, HEADER_ROWS=1, ELEMENT=0, WIDE=4)
     other = NamedTuple("Other", [(name, object) for name in reversed(names)])
     for wrong in (other(*[None] * 5), (None,) * 5, None):
         with pytest.raises(TypeError, match="own of shard.cu: a struct has the fields"):
-            kernel.bind(inputs=wrong)
-    assert kernel.bind(inputs=TableGrads(*[None] * 5))
+            kernel.bind(rows=wrong)
+    assert kernel.bind(rows=RowGrads(*[None] * 5))
 
 
 def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):

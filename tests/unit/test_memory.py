@@ -204,9 +204,8 @@ def test_expected_rows_are_those_of_all_ranks(pool):
 
 def test_nodes_take_rows_and_paths():
     alone, both = make_task("model.hs=true", "model.negative=0"), make_task("model.hs=true")
-    assert (alone.rows, both.rows) == (1_000_000, 1_999_999)
-    # A CPU provides no memory for the rows of the input table that no word uses.
-    assert both.needs()["host"]["tables"] == 2_999_999 * RECORD
+    assert (alone.vectors, both.vectors) == (1_000_000, 1_999_999)
+    assert both.needs()["host"]["tables"] == 2 * 1_999_999 * RECORD
     assert both.needs()["disk"]["checkpoints"] == 3 * 2 * 1_999_999 * RECORD
     for task in (alone, both):
         outputs = task.touched(1000)[1]

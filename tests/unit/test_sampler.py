@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from tests.support.each_case import each_case
+from tests.support.steps import expand_words
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
 from w2v.kernels.batch import BatchSeed, Pool, StepShape
 from w2v.kernels.cpu import CpuKernels
-from w2v.kernels.reference import expand
 from w2v.model.sampler import (
     CHUNK_PIECES,
     Position,
@@ -77,7 +77,7 @@ def random_sentences():
 def positive_pairs(batches):
     """All (center, context) pairs."""
     found = []
-    for pairs in map(expand, batches):
+    for pairs in map(expand_words, batches):
         rows = zip(pairs.targets_BT[:, 0], pairs.contexts_BC, pairs.context_mask_BC, strict=True)
         for center, contexts, mask in rows:
             found += [(int(center), int(context)) for context in contexts[mask]]
@@ -85,7 +85,7 @@ def positive_pairs(batches):
 
 
 def centers(batches):
-    return [int(word) for batch in batches for word in expand(batch).targets_BT[:, 0]]
+    return [int(word) for batch in batches for word in expand_words(batch).targets_BT[:, 0]]
 
 
 def is_equal(batches, others):
@@ -230,7 +230,7 @@ def test_negatives_follow_their_distribution(pool):
     counts = np.bincount(drawn_BK.flatten(), minlength=5)
     assert chisquare(counts, probabilities * counts.sum()).pvalue > 1e-3
     # A negative that is the center itself, here word 0, does not count.
-    counted_BK = torch.cat([expand(batch).target_mask_BT[:, 1:] for batch in batches])
+    counted_BK = torch.cat([expand_words(batch).target_mask_BT[:, 1:] for batch in batches])
     assert torch.equal(counted_BK, drawn_BK != 0)
 
 
@@ -466,7 +466,7 @@ def test_lookahead_finds_the_words_after_a_batch(lookahead, words, seed, epoch):
     chunks = [ids[slice(*text.offsets_S[list(span)])] for span in sampler._chunks(0)]
     sampler.position = Position(epoch)
     for batch in sampler.epoch():
-        found = {*torch.nonzero(batch.lookahead.soon_V).flatten().tolist()}
+        found = {*(torch.nonzero(batch.lookahead.soon_A).flatten() // 2).tolist()}
         _, number, batches_read, _ = batch.after
         chunk, read, piece = chunks[number], 2 * batches_read, len(chunks[number]) / CHUNK_PIECES
         later = [chunks[(number + 1 + n) % len(chunks)] for n in range(lookahead)]

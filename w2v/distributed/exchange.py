@@ -1,8 +1,8 @@
 """Exchange of weights and gradients between the ranks that own them.
 
-Row v belongs to rank v % N. For each batch, a rank borrows the weights of its rows from their
-owners and sends the gradients back; the owners sum them and step the optimizer, whose state never
-travels. With one process, both are the identity.
+The rows of word w belong to rank w % N. For each batch, a rank borrows the weights of its rows from
+their owners and sends the gradients back; the owners sum them and step the optimizer, whose state
+never travels. With one process, both are the identity.
 
 The rows of a batch are listed on the planning stream, two pages ahead:
 
@@ -34,9 +34,9 @@ from w2v.kernels.batch import (
     Counts,
     Grads,
     IdsByRank,
-    Page,
     StepShape,
     StepState,
+    View,
     zeros_by_step,
 )
 
@@ -65,11 +65,11 @@ class Exchange(Protocol[Rows]):
         """List the rows of the page after the one that `next_page` returned."""
         return
 
-    def mark(self, page: list[PlannedBatch[Rows]], marks_TV: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch[Rows]], marks_A: Tensor) -> None:
         """Set the marks of this rank's rows that the page touches on any rank."""
 
-    def borrow(self, planned: PlannedBatch[Rows], page: Page) -> tuple[Grads, Page]:
-        """Return zero gradients of a batch's rows, and a page with their weights."""
+    def borrow(self, planned: PlannedBatch[Rows], view: View) -> tuple[Grads, View]:
+        """Return zero gradients of a batch's rows, and where their weights are."""
 
     def reduce(self, grads: Grads) -> Grads:
         """Return the gradients of this rank's own rows, summed over all ranks."""
@@ -96,18 +96,17 @@ class LocalExchange(Exchange[Grads | None]):
             return [PlannedBatch(batch, None) for batch in page]
         return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
 
-    def mark(self, page: list[PlannedBatch[Grads | None]], marks_TV: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch[Grads | None]], marks_A: Tensor) -> None:
         for planned in page:
             if planned.rows is None:
-                self.kernels.mark(planned.batch, marks_TV)
-                continue
-            for marks_V, grads in zip(marks_TV, planned.rows[:2], strict=True):
-                marks_V.index_fill_(0, grads.unique_rows().long(), True)
+                self.kernels.mark(planned.batch, marks_A)
+            else:
+                marks_A.index_fill_(0, planned.rows.rows.unique_rows().long(), True)
 
-    def borrow(self, planned: PlannedBatch[Grads | None], page: Page) -> tuple[Grads, Page]:
+    def borrow(self, planned: PlannedBatch[Grads | None], view: View) -> tuple[Grads, View]:
         if planned.rows is None:
-            return self.kernels.unique_rows(planned.batch), page
-        return planned.rows, page
+            return self.kernels.unique_rows(planned.batch), view
+        return planned.rows, view
 
     def reduce(self, grads: Grads) -> Grads:
         return grads
@@ -218,14 +217,14 @@ class RankExchange(Exchange[Route]):
             rows_U, ids_U = self.kernels.list_requests(batch, send_N, scratch_N, before)
             self._lists_after.append(OwnerLists(rows_U, ids_U, Counts(send_N, recv_N)))
 
-    def mark(self, page: list[PlannedBatch[Route]], marks_TV: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch[Route]], marks_A: Tensor) -> None:
         for planned in page:
-            self.kernels.mark_requested(planned.rows.ids_M, marks_TV)
+            self.kernels.mark_requested(planned.rows.ids_M, marks_A)
 
-    def borrow(self, planned: PlannedBatch[Route], page: Page) -> tuple[Grads, Page]:
+    def borrow(self, planned: PlannedBatch[Route], view: View) -> tuple[Grads, View]:
         self._route = route = planned.rows
         self._owned = self.kernels.own(route.ids_M)
-        weights_MD = self.kernels.gather_weights(route.ids_M, page)
+        weights_MD = self.kernels.gather_weights(route.ids_M, view)
         # Weights go back to where ids came from: send and recv are exchanged.
         weights_UD = self.ranks.all_to_all(weights_MD, route.recv, route.send)
         return self.kernels.borrow(route.rows_U, weights_UD, self._owned)
@@ -233,11 +232,10 @@ class RankExchange(Exchange[Route]):
     def reduce(self, grads: Grads) -> Grads:
         route, owned = self._route, self._owned
         self.kernels.write_headers(grads, self.state.fault, route.counts.send_N)
-        # The borrowed rows of both tables have one tensor of gradients (`ShardKernels.borrow`).
-        grad_MD = self.ranks.all_to_all(grads.inputs.grad_UD, route.send, route.recv)
+        grad_MD = self.ranks.all_to_all(grads.rows.grad_UD, route.send, route.recv)
         pairs_M = None
-        if grads.inputs.pairs_U is not None:
-            pairs_M = self.ranks.all_to_all(grads.inputs.pairs_U, route.send, route.recv)
+        if grads.rows.pairs_U is not None:
+            pairs_M = self.ranks.all_to_all(grads.rows.pairs_U, route.send, route.recv)
         self.kernels.collect(route.received, (grad_MD, pairs_M), owned, self.state.fault)
         return owned
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from w2v.distributed.exchange import Exchange, PlannedBatch
 from w2v.distributed.ranks import Ranks
-from w2v.kernels.batch import Batch, Grads, Page, StepState
+from w2v.kernels.batch import Batch, Grads, StepState, View
 from w2v.kernels.cuda_shard import CudaPeerKernels
 from w2v.kernels.launch import cuda_runtime
 from w2v.system.files import one_line
@@ -44,22 +44,22 @@ class PeerExchange(Exchange[int]):
     batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     memory: InitVar[PeerMemory]
-    page: InitVar[Page]  # the records of all pages
+    view: InitVar[View]  # the records of all pages
 
-    def __post_init__(self, memory: PeerMemory, page: Page) -> None:
-        addresses = memory.addresses(self.kernels.shared(page))
-        self.kernels.join(memory.rank, addresses, page)
+    def __post_init__(self, memory: PeerMemory, view: View) -> None:
+        addresses = memory.addresses(self.kernels.shared(view))
+        self.kernels.join(memory.rank, addresses, view)
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[int]]:
         page = list(islice(batches, self.batches_per_page))
         slots = self.kernels.list_rows(page)
         return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
 
-    def mark(self, page: list[PlannedBatch[int]], marks_TV: Tensor) -> None:
-        self.kernels.mark_owned(marks_TV)
+    def mark(self, page: list[PlannedBatch[int]], marks_A: Tensor) -> None:
+        self.kernels.mark_owned(marks_A)
 
-    def borrow(self, planned: PlannedBatch[int], page: Page) -> tuple[Grads, Page]:
-        return self.kernels.borrow(planned.rows), page
+    def borrow(self, planned: PlannedBatch[int], view: View) -> tuple[Grads, View]:
+        return self.kernels.borrow(planned.rows), view
 
     def reduce(self, grads: Grads) -> Grads:
         return self.kernels.find_gradients(grads, self.state.fault)

@@ -18,10 +18,10 @@ from w2v.kernels.batch import (
     Draw,
     Grads,
     IdsByRank,
-    Page,
     StepState,
     Subsample,
     Update,
+    View,
 )
 from w2v.system.files import kernel_folder
 
@@ -30,7 +30,7 @@ os.environ["CUPY_CACHE_DIR"] = str(kernel_folder("CUPY_CACHE_DIR"))
 
 
 class Kernels(Protocol):
-    """Operations of a training step, for tables of one shape on one device.
+    """Operations of a training step on one device.
 
     plans_rows: whether `unique_rows` waits for the device, so that it is called when a page is
         planned, on a stream of its own, while the steps before are computed.
@@ -46,31 +46,31 @@ class Kernels(Protocol):
     @property
     def subsample(self) -> Subsample: ...
 
-    def mark(self, batch: Batch, marks_TV: Tensor) -> None:
-        """Set the marks, bool [2, V], of the rows that the batch touches."""
+    def mark(self, batch: Batch, marks_A: Tensor) -> None:
+        """Set the marks, bool [A], of the rows that the batch touches."""
 
     def unique_rows(self, batch: Batch) -> Grads:
-        """Return the batch's unique rows in both tables, with zero gradients.
+        """Return the batch's unique rows, with zero gradients.
 
         Only rows of a pair count: a center without context words touches no row.
         """
 
-    def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
-        """Return loss and gradients of the batch, added to those of `rows`.
+    def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
+        """Return loss and gradients of the batch, added to `grads`.
 
         `lr` is for kernels that make a step of plain SGD at each center (cpu.py).
         """
 
-    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
+    def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         """Update rows in place; or note in `state` what is not finite."""
 
 
 class ShardKernels(Kernels, Protocol):
     """Further operations, for `w2v.distributed.exchange.RankExchange`.
 
-    Row v belongs to rank v % N as its row v // N. Its owner knows it by an id: that row, plus
-    `stride` in the output table. Ids and gradients for a rank begin with `header_rows` rows, in
-    which the next page's counts, and loss, pairs and fault of the step, travel along.
+    Both rows of word v belong to rank v % N, whose rows 2 (v // N) and 2 (v // N) + 1 they are:
+    its ids of them. Ids and gradients for a rank begin with `header_rows` rows, in which the next
+    page's counts, and loss, pairs and fault of the step, travel along.
 
     Shapes: U rows that this rank's batch touches, M rows that all ranks request of this one,
     headers included; N ranks.
@@ -92,17 +92,17 @@ class ShardKernels(Kernels, Protocol):
         Sets `following.recv_N`, and copies both counts to `host_2N`, pinned, for the CPU.
         """
 
-    def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
-        """Set the marks, bool [2, rows of the shard], of the requested rows."""
+    def mark_requested(self, ids_M: Tensor, marks_A: Tensor) -> None:
+        """Set the marks, bool [rows of the shard], of the requested rows."""
 
     def own(self, ids_M: Tensor) -> Grads:
         """Return the unique requested rows, with zero gradients."""
 
-    def gather_weights(self, ids_M: Tensor, page: Page) -> Tensor:
+    def gather_weights(self, ids_M: Tensor, view: View) -> Tensor:
         """Return the requested weights [M, D]; those of headers are not set."""
 
-    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, Page]:
-        """Return zero gradients of the borrowed rows, and a page of them."""
+    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, View]:
+        """Return zero gradients of the borrowed rows, and where their weights are."""
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
         """Write loss, pairs and fault into the headers of the gradients."""

@@ -1,7 +1,10 @@
-"""Records that a training step passes on: batch, page, gradients.
+"""Records that a training step passes on: batch, rows, gradients.
 
-Shapes: n kept words of a chunk of text, B centers, K negatives, V rows of a table, U unique rows,
-D dimensions, S slots of a cache, R elements of a record.
+Each word has two rows: row 2 w is the input vector of word w, and row 2 w + 1 its output vector.
+Nodes of a tree have output vectors too, and are numbered as words.
+
+Shapes: n kept words of a chunk of text, B centers, K negatives, V words, A = 2 V rows, U unique
+rows, D dimensions, S slots of a cache, R elements of a record.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 # What can stop being finite, as bits of a fault. The first fault stops all further writes.
-FAULTS = ("the loss", "rows of the input table", "rows of the output table")
+FAULTS = ("the loss", "input vectors", "output vectors")
 FAULT_BITS = len(FAULTS)
 # `reference.draw` and `reference.subsample`
 Draw = Callable[
@@ -71,9 +74,9 @@ class Lookahead(NamedTuple):
     next: int  # the first piece after the batch
 
     @property
-    def soon_V(self) -> Tensor:
-        """Return which words the text repeats; their rows are evicted last."""
-        return self.last_piece_V >= self.next
+    def soon_A(self) -> Tensor:
+        """Return the rows of words that the text repeats, which are evicted last."""
+        return (self.last_piece_V >= self.next).repeat_interleave(2)
 
 
 class Tree(NamedTuple):
@@ -83,16 +86,16 @@ class Tree(NamedTuple):
     """
 
     begin_V: Tensor  # int64 [V + 1], where the path of each word begins, and P
-    nodes_P: Tensor  # int32, rows of the output table
+    nodes_P: Tensor  # int32
     codes_P: Tensor  # uint8, the branch that leads on to the word; its label is 1 - code
     depth: int  # the length of the longest path
 
 
-def table_rows(words: int, hs: bool, negative: int) -> int:
-    """Return the rows that a table needs.
+def output_vectors(words: int, hs: bool, negative: int) -> int:
+    """Return the number of output vectors: of words, of nodes, or of both.
 
-    Inner nodes are rows of the output table, after those of the words if it has these too. Both
-    tables have one shape, so the last rows of the input table are then never used.
+    Nodes are then numbered after the words. There are as many input vectors, of which the last ones
+    are never used.
     """
     return 2 * words - 1 if hs and negative else words
 
@@ -152,7 +155,7 @@ class Batch(NamedTuple):
 def max_rows(
     centers: int, negatives: int, window: int, depth: int = 0, words: int = 0
 ) -> tuple[int, int]:
-    """Return the most rows of each table that a batch may touch.
+    """Return the most input and output rows that a batch may touch.
 
     negatives: distinct ones of all centers; depth, words: of the tree, if there is one.
     """
@@ -160,17 +163,22 @@ def max_rows(
     return centers + 2 * window, targets + min(centers * depth, words - 1 if depth else 0)
 
 
-def max_batch_rows(batch: Batch, parts: int = 1) -> tuple[int, int]:
-    """Return the most rows that one of `parts` parts of a batch touches."""
+def max_batch_rows(batch: Batch, vectors: int, parts: int = 1) -> int:
+    """Return the most rows that one of `parts` parts of a batch touches.
+
+    vectors: the number of input vectors, and of output vectors.
+    """
     centers = -(-batch.windows_B.shape[0] // parts)
     drawn = centers * batch.negatives_BK.shape[1]
     tree = batch.objective.tree
     depth, words = (tree.depth, tree.begin_V.shape[0] - 1) if tree else (0, 0)
-    return max_rows(centers, min(drawn, batch.pool or drawn), batch.window, depth, words)
+    negatives = min(drawn, batch.pool or drawn)
+    most = max_rows(centers, negatives, batch.window, depth, words)
+    return sum(min(vectors, rows) for rows in most)
 
 
 class Pairs(NamedTuple):
-    """A batch written out: context words and targets of each center.
+    """A batch written out: rows of the context words and targets of each center.
 
     Shapes: C context positions, T targets: the center itself and its K negatives, unless K is 0;
     then the nodes of its path, if there is a tree.
@@ -185,30 +193,23 @@ class Pairs(NamedTuple):
 
 
 class View(NamedTuple):
-    """Where the records of one table are on the compute device."""
+    """Where the records of rows are on the compute device."""
 
     records_SR: Tensor
-    slot_of_V: Tensor | None  # int32, the slot of each row; None: a row is its own slot
+    slot_of_A: Tensor | None  # int32, the slot of each row; None: a row is its own slot
 
     def slots(self, rows_U: Tensor) -> Tensor:
         """Return the slot of each row: int64 [U]."""
-        return rows_U if self.slot_of_V is None else self.slot_of_V[rows_U].long()
+        return rows_U if self.slot_of_A is None else self.slot_of_A[rows_U].long()
 
 
-class Page(NamedTuple):
-    """Records of the rows that the current steps use, in place."""
-
-    inputs: View
-    outputs: View
-
-
-class TableGrads(NamedTuple):
-    """Unique rows of one table that a batch touches, with a gradient for each.
+class RowGrads(NamedTuple):
+    """Unique rows that a batch touches, with a gradient for each.
 
     Buffers may be longer than the number of unique rows, `row_count`; without it they are not.
     """
 
-    index_V: Tensor  # int32, where each touched row is among the unique ones
+    index_A: Tensor  # int32, where each touched row is among the unique ones
     rows_U: Tensor | None  # int32, the row of each index; None: rows borrowed from other ranks
     grad_UD: Tensor
     pairs_U: Tensor | None  # int32, how many pairs each gradient sums, where they are counted
@@ -217,20 +218,19 @@ class TableGrads(NamedTuple):
     def unique_rows(self) -> Tensor:
         """Return the rows without the rest of the buffer; wait for the device."""
         if self.rows_U is None:
-            raise ValueError("rows borrowed from other ranks are not listed by table")
+            raise ValueError("rows borrowed from other ranks are not listed")
         if self.row_count is None:
             return self.rows_U
         return self.rows_U[: int(self.row_count)]
 
 
 class Grads(NamedTuple):
-    """Unique rows of both tables, their gradients, and the loss.
+    """Gradients of a batch's unique rows, and its loss.
 
     All are zero until `Kernels.gradients` adds to them.
     """
 
-    inputs: TableGrads
-    outputs: TableGrads
+    rows: RowGrads
     loss: Tensor  # float64, summed over the positive pairs and their negatives
     pairs: Tensor  # int64, the number of positive pairs; of CBOW, that of centers
     expanded: Pairs | None = None  # the batch, where kernels have written it out
@@ -251,9 +251,9 @@ class IdsByRank(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What kernels are made for: both tables have this shape on every rank."""
+    """What kernels are made for, on every rank."""
 
-    rows: int  # of a whole table, whichever rank owns them
+    vectors: int  # input vectors of all ranks, and as many output vectors
     dim: int
     dtype: torch.dtype  # of the records
     device: torch.device
@@ -261,9 +261,14 @@ class StepShape(NamedTuple):
     world_size: int = 1
 
     @property
-    def stride(self) -> int:
-        """Rows of the longest shard."""
-        return -(-self.rows // self.world_size)
+    def rows(self) -> int:
+        """Rows of all ranks."""
+        return 2 * self.vectors
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows of the rank that owns the most."""
+        return 2 * -(-self.vectors // self.world_size)
 
     @property
     def header_rows(self) -> int:
@@ -364,8 +369,8 @@ class OptimizerLike(Protocol):
 
 
 class Update(NamedTuple):
-    """How the rows of both tables are updated."""
+    """How rows are updated."""
 
     optimizer: OptimizerLike
-    tables: tuple[TableLike, TableLike]
+    table: TableLike
     lr: float

@@ -3,7 +3,7 @@
 Each thread keeps the gradients of its own centers, and each row is stepped by one thread with the
 gradients of all: nothing is locked, and the same number of threads gives the same bits.
 
-Shapes: n threads, V rows of a table, U unique rows of a thread, D dimensions.
+Shapes: n threads, V words, A rows, U unique rows of a thread, D dimensions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from w2v.kernels.batch import (
     BatchSeed,
     Grads,
     OptimizerLike,
-    Page,
     Pool,
+    RowGrads,
     StepShape,
     StepState,
     TableLike,
@@ -34,7 +34,7 @@ from w2v.kernels.batch import (
     max_batch_rows,
 )
 from w2v.kernels.cpu_loops import padded
-from w2v.kernels.reference import ReferenceKernels, all_finite
+from w2v.kernels.reference import ReferenceKernels
 from w2v.system.simd import AT_ONCE, LANES
 
 NOTHING = torch.zeros(())  # loss and pairs before there are any
@@ -61,16 +61,15 @@ def share(part: int, parts: int, count: int) -> tuple[int, int]:
 
 
 class ThreadGrads:
-    """Unique rows of one table by thread, with a gradient for each.
+    """Unique rows by thread, with a gradient for each.
 
     of_all: `UniqueRows` with a further dimension, the threads; of_thread: those of each thread;
-    grad_NP: the gradients of all; first_V, int32 -1, and summed_nU, int32, are for `step_rows`.
+    grad_NP: the gradients of all; first_A, int32 -1, and summed_nU, int32, are for `step_rows`.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
-        most = min(rows, most)
         self.dim = dim
-        index_nV = np.full((threads, rows), -1, np.int32)
+        index_nA = np.full((threads, rows), -1, np.int32)
         rows_nU, pairs_nU, owned_rows_nU, owned_nU = np.empty((4, threads, most), np.int32)
         # np.empty takes memory only where it is written, in huge pages. Rows are cache lines.
         size = threads * most * padded(dim)
@@ -82,15 +81,15 @@ class ThreadGrads:
         count_n1 = np.zeros((threads, LANES), np.int64)[:, :1]
         starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)
         owned = owned_rows_nU, owned_nU, starts_nO
-        self.of_all = cpu_loops.UniqueRows(index_nV, *grads, count_n1, *owned)
+        self.of_all = cpu_loops.UniqueRows(index_nA, *grads, count_n1, *owned)
         # Sliced once: it takes longer than the centers of a small batch.
         self.of_thread = [*zip(*self.of_all, strict=True)]
-        self.first_V = np.full(rows, -1, np.int32)
+        self.first_A = np.full(rows, -1, np.int32)
         blocks = rows // (cpu_loops.ROWS_PER_OWNER * threads) + 1  # of an owner
         self.summed_nU = np.empty((2 * threads, blocks * cpu_loops.ROWS_PER_OWNER), np.int32)
 
     def has_room(self, rows: int) -> bool:
-        return self.of_all.rows_U.shape[1] >= min(len(self.first_V), rows)
+        return self.of_all.rows_U.shape[1] >= rows
 
     def gradients(self, count_pairs: bool) -> tuple[np.ndarray, ...]:
         """Return what `cpu_loops.sum_threads` takes; pairs only if they count."""
@@ -103,7 +102,7 @@ class ThreadGrads:
 
         def sum_rows(owner: int) -> np.ndarray:
             summed_2U = self.summed_nU[2 * owner : 2 * owner + 2]
-            return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_V, *summed_2U)]
+            return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_A, *summed_2U)]
 
         found_2U = np.concatenate(threads.run(sum_rows), axis=1)
         rows_U, places_U = torch.from_numpy(found_2U).long()
@@ -115,7 +114,7 @@ class ThreadGrads:
 class CpuKernels:
     """The operations of `w2v.kernels.Kernels` by numba.
 
-    Until rows are stepped, `Grads` have `ThreadGrads` in place of `TableGrads`.
+    Until rows are stepped, `Grads` have `ThreadGrads` in place of `RowGrads`.
     """
 
     plans_rows = False
@@ -125,7 +124,7 @@ class CpuKernels:
     def __init__(self, shape: StepShape, threads: int):
         self.shape = shape
         self.threads = Threads(threads)
-        self._rows: Any = None  # `ThreadGrads` of both tables
+        self._rows: Any = None  # `ThreadGrads`
         self._buffers: dict[tuple, list] = {}  # of each thread, by shape
         self._cdf_V = torch.empty(0)  # the distribution that `_starts` are of
         self._starts = np.empty(0, np.int32)
@@ -190,25 +189,24 @@ class CpuKernels:
         in_order = torch.from_numpy(kept), torch.from_numpy(sentences)
         return reference.interleave(*in_order, block_words, batch_size)
 
-    def mark(self, batch: Batch, marks_TV: Tensor) -> None:
-        ReferenceKernels(self.shape).mark(batch, marks_TV)
+    def mark(self, batch: Batch, marks_A: Tensor) -> None:
+        ReferenceKernels(self.shape).mark(batch, marks_A)
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""
-        most = max_batch_rows(batch, parts=self.threads.count)
-        if not (self._rows and all(map(ThreadGrads.has_room, self._rows, most))):
-            rows, dim = self.shape.rows, self.shape.dim
-            self._rows = [ThreadGrads(rows, n, dim, self.threads.count) for n in most]
-        inputs, outputs = self._rows
-        return Grads(inputs, outputs, NOTHING, NOTHING)
+        shape, threads = self.shape, self.threads.count
+        most = max_batch_rows(batch, shape.vectors, threads)
+        if not (self._rows and self._rows.has_room(most)):
+            self._rows = ThreadGrads(shape.rows, most, shape.dim, threads)
+        return Grads(self._rows, NOTHING, NOTHING)
 
-    def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
+    def gradients(self, batch: Batch, view: View, grads: Any, lr: float) -> Any:
         """Run the compiled loop over the centers, on all threads."""
         cbow, mean, tree, _ = batch.objective
         in_place = self.in_place
         dim, threads = self.shape.dim, self.threads
-        records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
-        if in_place and records[0].shape[1] == padded(dim):
+        records_AR = view.records_SR.numpy()
+        if in_place and records_AR.shape[1] == padded(dim):
             dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
         drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
         path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
@@ -219,7 +217,7 @@ class CpuKernels:
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
         weight_d = batch.objective.weights(batch.window) * (lr if in_place else 1)
         factors = mean, weight_d.astype(np.float32), self.input_factors
-        arrays = *text, *drawn, batch.window, *path, *records, dim, *factors
+        arrays = *text, *drawn, batch.window, *path, records_AR, dim, *factors
         shape = dim, batch.window, targets, cbow
         if shape not in self._buffers:
             self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
@@ -230,43 +228,29 @@ class CpuKernels:
         shares_nL[:, :2] = [share(n, threads.count, centers) for n in range(threads.count)]
 
         def run_share(thread: int) -> tuple[float, int]:
-            unique = (table.of_thread[0 if in_place else thread] for table in rows[:2])
-            return kernel(thread, shares_nL, arrays, buffers[thread], *unique)
+            unique = grads.rows.of_thread[0 if in_place else thread]
+            return kernel(thread, shares_nL, arrays, buffers[thread], unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.
         loss, count = (torch.from_numpy(np.array(sum(parts))) for parts in (losses, pairs))
-        return Grads(rows.inputs, rows.outputs, loss, count)
+        return Grads(grads.rows, loss, count)
 
-    def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
+    def optimizer_step(self, update: Update, view: View, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))
         if state.fault:
             return
-        optimizer, tables, lr = update
-        parts = zip(tables, page, grads[:2], strict=True)
+        optimizer, table, lr = update
         if not optimizer.formula:  # only the torch.optim class has it
-            for number, part in enumerate(parts):
-                note_fault(state, 2 << number, self._step_by_torch(optimizer, *part, lr))
+            rows_U, grad_UD, pairs_U = grads.rows.merge(self.threads)
+            merged = RowGrads(grads.rows.first_A, rows_U.int(), grad_UD, pairs_U, None)
+            summed = grads._replace(rows=merged)
+            ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        steps = [step_arguments(optimizer, *part, lr) for part in parts]
-
-        def step(thread: int) -> list[int]:
-            return [cpu_loops.step_rows(thread, *arguments) for arguments in steps]
-
-        for number, faults in enumerate(zip(*self.threads.run(step), strict=True)):
-            note_fault(state, 2 << number, not any(faults))
-
-    def _step_by_torch(
-        self, optimizer: OptimizerLike, table: TableLike, view: View, grads: ThreadGrads, lr: float
-    ) -> bool:
-        """Step rows by the torch.optim class, unless they would not stay finite."""
-        rows_U, grad_UD, pairs_U = grads.merge(self.threads)
-        records_UR = view.records_SR.index_select(0, rows_U)
-        optimizer.step_rows(table, records_UR, grad_UD, pairs_U, lr)
-        is_sound = bool(all_finite(records_UR))
-        if is_sound:
-            view.records_SR.index_copy_(0, rows_U, records_UR)
-        return is_sound
+        arguments = step_arguments(optimizer, table, view, grads.rows, lr)
+        faults = self.threads.run(lambda thread: cpu_loops.step_rows(thread, *arguments))
+        for number in range(2):
+            note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
 
 
 class SequentialSgdKernels(CpuKernels):
@@ -281,9 +265,9 @@ class SequentialSgdKernels(CpuKernels):
 
     def unique_rows(self, batch: Batch) -> Any:
         no_rows: Any = ThreadGrads(0, 0, self.shape.dim, 1)
-        return Grads(no_rows, no_rows, NOTHING, NOTHING)
+        return Grads(no_rows, NOTHING, NOTHING)
 
-    def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
+    def optimizer_step(self, update: Update, view: View, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))
 
 
@@ -306,7 +290,7 @@ def step_arguments(
     cap = optimizer.occurrence_cap
     records_SR = view.records_SR.numpy()
     spare_nR = np.empty((len(grads.of_thread), records_SR.shape[1]), np.float32)
-    memory = grads.first_V, grads.summed_nU, spare_nR
+    memory = grads.first_A, grads.summed_nU, spare_nR
     records = records_SR, step_column, constants
     gradients = grads.gradients(count_pairs=cap > 0)
     return formula, optimizer.state_count, *records, gradients, memory, cap, grads.dim

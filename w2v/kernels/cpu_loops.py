@@ -5,8 +5,8 @@ on disk if a folder for it can be written. Parts of a loop are small functions, 
 inlines. Loops over part of a row become vector instructions only if they run from 0 over a view of
 that part: a column of the whole row might be negative, which Python counts from the end.
 
-Shapes: n words of a text, B centers, K negatives, T targets of a center, V rows of a table, U
-unique rows of a thread, C positions of a window, D dimensions, P = D padded to whole vectors,
+Shapes: n words of a text, B centers, K negatives, T targets of a center, V words, A rows, U unique
+rows of a thread, C positions of a window, D dimensions, P = D padded to whole vectors,
 N = C * T pairs of a center.
 """
 
@@ -86,9 +86,9 @@ def _window(sentences_n, at, reach):
 
 
 class UniqueRows(NamedTuple):
-    """A thread's unique rows of a table, with the summed gradient of each."""
+    """A thread's unique rows, with the summed gradient of each."""
 
-    index_V: np.ndarray  # int32, where each row is among the unique ones, or -1
+    index_A: np.ndarray  # int32, where each row is among the unique ones, or -1
     rows_U: np.ndarray  # int32
     grad_UP: np.ndarray
     pairs_U: np.ndarray  # int32, how many pairs each gradient sums
@@ -105,21 +105,21 @@ def _add(row, values_NP, place, pairs, unique):
     A row that the thread has not touched yet is added to its unique rows.
     """
     padded = unique.grad_UP.shape[1]
-    index = unique.index_V[row]
+    index = unique.index_A[row]
     if index >= 0:
         unique.pairs_U[index] += pairs
         simd.blend(one, unique.grad_UP, index, one, values_NP, place, padded)
     else:
         index = unique.count_1[0]
         unique.count_1[0] += 1
-        unique.index_V[row] = index
+        unique.index_A[row] = index
         unique.rows_U[index] = row
         unique.pairs_U[index] = pairs
         simd.blend(0, unique.grad_UP, index, one, values_NP, place, padded)
 
 
 class BatchArrays(NamedTuple):
-    """A batch, the records of both tables and factors of gradients."""
+    """A batch, the records of rows and factors of gradients."""
 
     words_n: np.ndarray
     sentences_n: np.ndarray
@@ -130,8 +130,7 @@ class BatchArrays(NamedTuple):
     begin_V: np.ndarray  # of a `Tree`, as are the next two; empty without a tree
     nodes_P: np.ndarray
     codes_P: np.ndarray
-    input_VR: np.ndarray
-    output_VR: np.ndarray
+    records_AR: np.ndarray
     dim: int
     mean: bool  # whether CBOW predicts by the mean of the context words' vectors, or by their sum
     weight_d: np.ndarray  # a factor by the distance of the context word; in place, lr is in it
@@ -184,7 +183,7 @@ def make_buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple[np.nd
 
 @inlined
 def _list_targets(center, batch, memory):
-    """List a center's targets, their labels, and how often each counts.
+    """List the rows of a center's targets, their labels, and how often each counts.
 
     A negative that is drawn twice counts twice; one that is the center does not count. Returns how
     many targets there are, which all differ, and how many count.
@@ -193,22 +192,22 @@ def _list_targets(center, batch, memory):
     word = batch.words_n[batch.first + center]
     targets = counted = 0
     if batch.negatives_BK.shape[1]:
-        ids_T[0], labels_T[0], times_T[0] = word, one, one
+        ids_T[0], labels_T[0], times_T[0] = 2 * word + 1, one, one
         targets = counted = 1
         for k in range(batch.negatives_BK.shape[1]):
-            negative = batch.negatives_BK[center, k]
+            row = 2 * batch.negatives_BK[center, k] + 1
             t = 0
-            while t < targets and ids_T[t] != negative:
+            while t < targets and ids_T[t] != row:
                 t += 1
             if t == targets:
-                ids_T[t], labels_T[t], times_T[t] = negative, zero, one
+                ids_T[t], labels_T[t], times_T[t] = row, zero, one
                 targets += 1
             elif t > 0:
                 times_T[t] += one
             counted += t > 0
     if len(batch.begin_V):
         for p in range(batch.begin_V[word], batch.begin_V[word + 1]):
-            ids_T[targets], times_T[targets] = batch.nodes_P[p], one
+            ids_T[targets], times_T[targets] = 2 * batch.nodes_P[p] + 1, one
             labels_T[targets] = one - np.float32(batch.codes_P[p])
             targets += 1
             counted += 1
@@ -269,14 +268,14 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
 
     The function takes the number of the thread, the centers that are left (see `next_centers`),
     and as plain tuples (named ones take longer to pass) `BatchArrays`, and the thread's `Buffers`
-    and `UniqueRows` of both tables. It returns the summed loss and the number of positive pairs.
+    and `UniqueRows`. It returns the summed loss and the number of positive pairs.
     """
     subtracts = int(in_place)
     early = SGD_PREFETCH_CENTERS if in_place else PREFETCH_CENTERS
     parts = SGD_PREFETCH_PARTS if in_place else 1
 
     @inlined
-    def fetch_targets(part, center, batch, outputs):
+    def fetch_targets(part, center, batch, unique):
         """Prefetch a part of the rows of a center and its negatives.
 
         If `parts` is 1, part 0 is all of them, and the others are empty.
@@ -284,12 +283,13 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         negatives_K = batch.negatives_BK[center]
         rows = len(negatives_K) + (len(negatives_K) > 0)
         for t in range(part * rows // parts, min((part + 1) * rows // parts, rows)):
-            row = batch.words_n[batch.first + center]
+            word = batch.words_n[batch.first + center]
             if t > 0:
-                row = negatives_K[t - 1]
-            _prefetch_row(batch.output_VR, row, batch.dim, subtracts)
-            if not in_place and outputs.index_V[row] >= 0:
-                _prefetch_row(outputs.grad_UP, outputs.index_V[row], batch.dim, 1)
+                word = negatives_K[t - 1]
+            row = 2 * word + 1
+            _prefetch_row(batch.records_AR, row, batch.dim, subtracts)
+            if not in_place and unique.index_A[row] >= 0:
+                _prefetch_row(unique.grad_UP, unique.index_A[row], batch.dim, 1)
 
     @inlined
     def fetch_path_and_context(at, batch):
@@ -297,9 +297,10 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         if len(batch.begin_V):
             word = batch.words_n[at]
             for p in range(batch.begin_V[word], batch.begin_V[word + 1]):
-                _prefetch_row(batch.output_VR, batch.nodes_P[p], batch.dim, subtracts)
+                _prefetch_row(batch.records_AR, 2 * batch.nodes_P[p] + 1, batch.dim, subtracts)
         if at + batch.window < len(batch.words_n):
-            _prefetch_row(batch.input_VR, batch.words_n[at + batch.window], batch.dim, subtracts)
+            row = 2 * batch.words_n[at + batch.window]
+            _prefetch_row(batch.records_AR, row, batch.dim, subtracts)
 
     @inlined
     def load_contexts(left, at, right, share, batch, memory):
@@ -309,13 +310,13 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         for c in range(left, right):
             if c == at:
                 continue
-            word = batch.words_n[c]
+            row = 2 * batch.words_n[c]
             if cbow:
                 scale = share if batch.mean else one
-                simd.blend(one, memory.context_CP, 0, scale, batch.input_VR, word, batch.dim)
+                simd.blend(one, memory.context_CP, 0, scale, batch.records_AR, row, batch.dim)
             else:
                 n = c - left - (c > at)
-                simd.blend(0, memory.context_CP, n, one, batch.input_VR, word, batch.dim)
+                simd.blend(0, memory.context_CP, n, one, batch.records_AR, row, batch.dim)
 
     @inlined
     def add_context_gradients(left, at, right, share, counted, batch, memory):
@@ -328,7 +329,8 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             if in_place:
                 word = batch.words_n[c]
                 factor = scale * batch.factors_V[min(word, len(batch.factors_V) - 1)]
-                simd.blend(one, batch.input_VR, word, -factor, memory.grad_CP, n, batch.dim)
+                row = 2 * word
+                simd.blend(one, batch.records_AR, row, -factor, memory.grad_CP, n, batch.dim)
                 continue
             ring_CP, ring_pairs_C = memory.ring_CP, memory.ring_pairs_C
             place = c % len(ring_pairs_C)
@@ -337,12 +339,12 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             simd.blend(keep, ring_CP, place, scale, memory.grad_CP, n, ring_CP.shape[1])
 
     @inlined
-    def take_from_ring(c, batch, memory, inputs):
+    def take_from_ring(c, batch, memory, unique):
         """Add what the ring has of a word to the gradient of its row."""
         place = c % len(memory.ring_pairs_C)
         if memory.ring_pairs_C[place] >= 0:
             pairs = memory.ring_pairs_C[place]
-            _add(batch.words_n[c], memory.ring_CP, place, pairs, inputs)
+            _add(2 * batch.words_n[c], memory.ring_CP, place, pairs, unique)
             memory.ring_pairs_C[place] = -1
 
     @inlined
@@ -367,15 +369,14 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
 
     # One function: what it calls and is not inlined here, LLVM would compile twice.
     @compiled
-    def loop(thread, shares_nL, batch, memory, inputs, outputs):
+    def loop(thread, shares_nL, batch, memory, unique):
         """Train a thread's centers; return their loss and pairs."""
-        batch, memory = BatchArrays(*batch), Buffers(*memory)
-        inputs, outputs = UniqueRows(*inputs), UniqueRows(*outputs)
-        window, dim, rows_VR = batch.window, batch.dim, batch.output_VR  # rows of targets
+        batch, memory, unique = BatchArrays(*batch), Buffers(*memory), UniqueRows(*unique)
+        window, dim, records_AR = batch.window, batch.dim, batch.records_AR
         context_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
         grad_CP, grad_TP = memory.grad_CP, None if in_place else memory.grad_TP
         if not in_place:
-            inputs.count_1[0] = outputs.count_1[0] = 0
+            unique.count_1[0] = 0
         loss, product, pairs = 0.0, 1.0, 0
         center = end = 0
         while True:
@@ -386,11 +387,11 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
                     break
             at = batch.first + center
             later = min(center + early, end - 1)
-            fetch_targets(0, later, batch, outputs)
+            fetch_targets(0, later, batch, unique)
             if center + PREFETCH_CENTERS < end:
                 fetch_path_and_context(at + PREFETCH_CENTERS, batch)
             if not in_place and at > window:  # the windows have passed this word
-                take_from_ring(at - window - 1, batch, memory, inputs)
+                take_from_ring(at - window - 1, batch, memory, unique)
 
             left, right = _window(batch.sentences_n, at, batch.windows_B[center])
             if right - left < 2:
@@ -402,8 +403,8 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             # List the targets, load the contexts, and compute the logits of all pairs.
             targets, counted = _list_targets(center, batch, memory)
             load_contexts(left, at, right, share, batch, memory)
-            simd.dots(context_CP, contexts, rows_VR, ids_T, targets, most, dim, memory.logits_N)
-            fetch_targets(1, later, batch, outputs)
+            simd.dots(context_CP, contexts, records_AR, ids_T, targets, most, dim, memory.logits_N)
+            fetch_targets(1, later, batch, unique)
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
             if targets == most:
@@ -411,22 +412,30 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             else:
                 sums = _errors(loss, product, contexts, targets, at - left, batch, memory)
             loss, product = sums
-            fetch_targets(2, later, batch, outputs)
+            fetch_targets(2, later, batch, unique)
             simd.pair_gradients(
-                errors_N, context_CP, contexts, rows_VR, ids_T, targets, most, dim, grad_CP, grad_TP
+                errors_N,
+                context_CP,
+                contexts,
+                records_AR,
+                ids_T,
+                targets,
+                most,
+                dim,
+                grad_CP,
+                grad_TP,
             )
-            fetch_targets(3, later, batch, outputs)
+            fetch_targets(3, later, batch, unique)
             add_context_gradients(left, at, right, share, counted, batch, memory)
             if not in_place:
                 for t in range(targets):
-                    _add(ids_T[t], memory.grad_TP, t, contexts * int(memory.times_T[t]), outputs)
+                    _add(ids_T[t], memory.grad_TP, t, contexts * int(memory.times_T[t]), unique)
 
         if not in_place:
             last = batch.first + shares_nL[thread, 1]
             for c in range(max(last - window - 1, 0), min(last + window, len(batch.words_n))):
-                take_from_ring(c, batch, memory, inputs)
-            sort_by_owner(inputs, len(shares_nL))
-            sort_by_owner(outputs, len(shares_nL))
+                take_from_ring(c, batch, memory, unique)
+            sort_by_owner(unique, len(shares_nL))
         return loss + math.log(product), pairs
 
     return loop
@@ -436,7 +445,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
 def sort_by_owner(unique, owners):
     """Sort a thread's unique rows and their indices by owner.
 
-    The indices are forgotten in `index_V`. Those of owner o are at places starts_O[o] to
+    The indices are forgotten in `index_A`. Those of owner o are at places starts_O[o] to
     starts_O[o + 1].
     """
     unique = UniqueRows(*unique)
@@ -444,7 +453,7 @@ def sort_by_owner(unique, owners):
     starts_O[: owners + 1] = 0
     for u in range(unique.count_1[0]):
         starts_O[rows_U[u] // ROWS_PER_OWNER % owners] += 1
-        unique.index_V[rows_U[u]] = -1
+        unique.index_A[rows_U[u]] = -1
     for owner in range(owners):  # at first, where the rows of each owner end
         starts_O[owner + 1] += starts_O[owner]
     for u in range(unique.count_1[0] - 1, -1, -1):
@@ -455,7 +464,7 @@ def sort_by_owner(unique, owners):
 
 
 @compiled
-def sum_threads(owner, grads, first_V, rows_U, sums_U):
+def sum_threads(owner, grads, first_A, rows_U, sums_U):
     """Sum the gradients of an owner's rows over the threads, in their order.
 
     Sets `rows_U` to these rows and `sums_U` to where in `grad_NP` the sum of each is: in the place
@@ -472,9 +481,9 @@ def sum_threads(owner, grads, first_V, rows_U, sums_U):
                 later = n * most + owned_indices_nU[n, i + PREFETCH_ROWS]
                 _prefetch_row(grad_NP, later, padded, 0)
             row, place = owned_rows_nU[n, i], n * most + owned_indices_nU[n, i]
-            first = first_V[row]
+            first = first_A[row]
             if first < 0:
-                first_V[row] = place
+                first_A[row] = place
                 rows_U[count] = row
                 sums_U[count] = place
                 count += 1
@@ -483,37 +492,38 @@ def sum_threads(owner, grads, first_V, rows_U, sums_U):
                 if len(pairs_N):
                     pairs_N[first] += pairs_N[place]
     for u in range(count):
-        first_V[rows_U[u]] = -1
+        first_A[rows_U[u]] = -1
     return count
 
 
 @compiled
-def step_rows(owner, formula, states, records_VR, step_column, constants, grads, memory, cap, dim):
+def step_rows(owner, formula, states, records_AR, step_column, constants, grads, memory, cap, dim):
     """Step the unique rows of which thread `owner` is the owner.
 
     The formulas are those of optim.cu, which says what a single state of Adam is. A row is stepped
     with the sum of the gradients of all threads, scaled by cap / pairs if it sums more than `cap`
-    pairs and cap is not 0. A row that would not stay finite is left as it was; returns the number
-    of such rows. grads: as `sum_threads` unpacks them; pairs_N is empty if cap is 0. memory: -1
-    for each row, shared by owners; and an owner's rows and places of their sums; and a record.
+    pairs and cap is not 0. A row that would not stay finite is left as it was; returns 1 if there
+    was an input vector, plus 2 if there was an output vector. grads: as `sum_threads` unpacks them;
+    pairs_N is empty if cap is 0. memory: -1 for each row, shared by owners; and an owner's rows and
+    places of their sums; and a record.
     """
-    first_V, summed_nU, spare_nR = memory
+    first_A, summed_nU, spare_nR = memory
     rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
-    count = sum_threads(owner, grads, first_V, rows_U, sums_U)
+    count = sum_threads(owner, grads, first_A, rows_U, sums_U)
     grad_NP, pairs_N = grads[:2]
     lr, eps, weight_decay, lr_decay = constants[:4]
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
     beta1, rest1 = np.float32(beta1), np.float32(rest1)
     beta2, rest2 = np.float32(beta2), np.float32(rest2)
-    width = records_VR.shape[1]
+    width = records_AR.shape[1]
     before_R = spare_nR[owner]
     faults = 0
     for u in range(count):
         if u + PREFETCH_ROWS < count:
-            _prefetch_row(records_VR, rows_U[u + PREFETCH_ROWS], width, 1)
+            _prefetch_row(records_AR, rows_U[u + PREFETCH_ROWS], width, 1)
         row, place = rows_U[u], sums_U[u]
-        grad_D, record_R = grad_NP[place, :dim], records_VR[row]
+        grad_D, record_R = grad_NP[place, :dim], records_AR[row]
         # The weight, and the first and the last of its states.
         weight_D, first_D = record_R[:dim], record_R[dim : 2 * dim]
         last_D = record_R[states * dim : (states + 1) * dim]
@@ -580,7 +590,7 @@ def step_rows(owner, formula, states, records_VR, step_column, constants, grads,
         for r in range(width):
             zeros += record_R[r] * zero
         if zeros != 0:
-            faults += 1
+            faults |= 1 << (row & 1)
             for r in range(width):
                 record_R[r] = before_R[r]
     return faults

@@ -2,7 +2,7 @@
 
 Gradients are added in the order in which threads come, so bits differ from run to run.
 
-Shapes: B centers, K negatives, V rows of a table, U unique rows, D dimensions, S slots.
+Shapes: B centers, K negatives, V words, A rows, U unique rows, D dimensions, S slots.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from w2v.kernels.batch import (
     Grads,
     Hyper,
     OptimizerLike,
-    Page,
     Pool,
+    RowGrads,
     StepShape,
     StepState,
-    TableGrads,
     Update,
     View,
     max_batch_rows,
@@ -46,7 +45,7 @@ DRAWN_AT_ONCE = 1 << 19  # centers
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
 # Enough for the link; more would let one direction starve the other, and be slower.
 READ_BLOCKS, WRITE_BLOCKS = 64, 48
-INPUT_FAULT = 2  # bit of FAULTS; that of the output table is the next
+INPUT_FAULT = 2  # bit of FAULTS; that of output vectors is the next
 
 
 def batch_struct(batch: Batch) -> Any:
@@ -159,31 +158,28 @@ class CudaKernels(Kernels):
 
     def __init__(self, shape: StepShape):
         self.shape = shape
-        self._borrowed = c_struct("gradients.cu", "Borrowed")(inputs=0, outputs=0, me=0)
+        self._borrowed = c_struct("gradients.cu", "Borrowed")(begin=0, me=0)
         self._places = no_places()
-        self._rows: tuple[TableGrads, TableGrads] | None = None
+        self._rows: RowGrads | None = None
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
         self._bound: dict[Hashable, tuple[tuple, Kernel]] = {}
 
-    def mark(self, batch: Batch, marks_TV: Tensor) -> None:
-        inputs_V, outputs_V = marks_TV.unbind()
-        _list_kernel("mark", batch)(
-            _blocks(batch), batch=batch_struct(batch), input_marks=inputs_V, output_marks=outputs_V
-        )
+    def mark(self, batch: Batch, marks_A: Tensor) -> None:
+        _list_kernel("mark", batch)(_blocks(batch), batch=batch_struct(batch), marks=marks_A)
 
     def unique_rows(self, batch: Batch) -> Grads:
-        self._rows = with_room(self._rows, max_batch_rows(batch), self.shape.rows, self.shape)
+        most = max_batch_rows(batch, self.shape.vectors)
+        self._rows = with_room(self._rows, most, self.shape.rows, self.shape)
         self._list_unique(batch, self._rows)
         return self._with_sums(self._rows)
 
-    def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
+    def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
         cbow, mean, tree, weighted = batch.objective
         targets = _word_targets(batch)
         if tree and not (tree.depth or targets):  # one word, which nothing predicts
             mask_BC = reference.expand(batch).context_mask_BC
-            return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
-        inputs, outputs = page
+            return grads._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
 
         def bind() -> Kernel:
             launch = kernel(
@@ -193,7 +189,7 @@ class CudaKernels(Kernels):
                 TARGETS=targets,
                 PATHS=int(tree is not None),
                 DIM=self.shape.dim,
-                ELEMENT=ELEMENTS[inputs.records_SR.dtype],
+                ELEMENT=ELEMENTS[view.records_SR.dtype],
                 COUNTED=int(self.shape.count_pairs),
                 MEAN=int(mean),
                 RANKS=max(1, self._peers),
@@ -201,37 +197,29 @@ class CudaKernels(Kernels):
                 CBOW=int(cbow),
             )
             return launch.bind(
-                inputs=inputs,
-                input_grads=rows.inputs,
-                outputs=outputs,
-                output_grads=rows.outputs,
-                row_width=inputs.records_SR.shape[1],
+                view=view,
+                rows=grads.rows,
+                row_width=view.records_SR.shape[1],
                 borrowed=self._borrowed,
             )
 
-        form = batch.window, targets, batch.objective
-        what = *form, inputs, outputs, rows.inputs, rows.outputs
+        what = batch.window, targets, batch.objective, view, grads.rows
         launch = self._bind("gradients", what, bind)
         blocks = blocks_for(32 * batch.windows_B.shape[0])
-        launch(blocks, batch=batch_struct(batch), loss=rows.loss, pairs=rows.pairs)
-        return rows
+        launch(blocks, batch=batch_struct(batch), loss=grads.loss, pairs=grads.pairs)
+        return grads
 
-    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
-        optimizer, (input_table, output_table), lr = update
-        # Both tables count their steps, and count alike: the kernel needs one number.
-        step, step_column = optimizer.count_step(input_table)
-        optimizer.count_step(output_table)
-        inputs, outputs = page
+    def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
+        optimizer, table, lr = update
+        step, step_column = optimizer.count_step(table)
 
         def bind() -> Kernel:
-            form = optimizer.formula, optimizer.state_count, inputs.records_SR.dtype
+            form = optimizer.formula, optimizer.state_count, view.records_SR.dtype
             launch = _step_kernel(*form, self.shape.dim, self._peers)
             return launch.bind(
-                inputs=inputs,
-                input_grads=grads.inputs,
-                outputs=outputs,
-                output_grads=grads.outputs,
-                row_width=inputs.records_SR.shape[1],
+                view=view,
+                rows=grads.rows,
+                row_width=view.records_SR.shape[1],
                 dim=self.shape.dim,
                 step_column=step_column,
                 cap=optimizer.occurrence_cap,
@@ -243,37 +231,31 @@ class CudaKernels(Kernels):
                 done=self._done,
             )
 
-        what = optimizer, state, inputs, outputs, grads.inputs, grads.outputs
-        launch = self._bind("step", what, bind)
-        # An upper bound: the number of rows is known on the device alone.
-        most = grads.inputs.grad_UD.shape[0] + grads.outputs.grad_UD.shape[0]
+        launch = self._bind("step", (optimizer, state, view, grads.rows), bind)
         launch(
-            blocks_for(32 * most),
+            # An upper bound: the number of rows is known on the device alone.
+            blocks_for(32 * grads.rows.grad_UD.shape[0]),
             lr=float(lr),
             table_step=step,
-            seed_in=input_table.next_rounding_seed(),
-            seed_out=output_table.next_rounding_seed(),
+            seed=table.next_rounding_seed(),
             loss=grads.loss,
             this_step=state.step << FAULT_BITS,
         )
 
-    def _list_unique(
-        self, batch: Batch, rows: tuple[TableGrads, TableGrads], slot: int = 0
-    ) -> None:
+    def _list_unique(self, batch: Batch, rows: RowGrads, slot: int = 0) -> None:
         """List the unique rows of a batch, in the buffers of a slot."""
-        inputs, outputs = rows
 
         def bind() -> Kernel:
-            return _list_kernel("unique_rows", batch).bind(inputs=inputs, outputs=outputs)
+            return _list_kernel("unique_rows", batch).bind(rows=rows)
 
         form = batch.window, _word_targets(batch), batch.objective
-        launch = self._bind(slot, (*form, inputs, outputs), bind)
+        launch = self._bind(slot, (*form, rows), bind)
         launch(_blocks(batch), batch=batch_struct(batch))
 
-    def _with_sums(self, rows: tuple[TableGrads, TableGrads]) -> Grads:
+    def _with_sums(self, rows: RowGrads) -> Grads:
         """Return buffers with the sums of a step, which are zero."""
         loss, pairs = next(self._sums)
-        return Grads(rows[0], rows[1], loss, pairs)
+        return Grads(rows, loss, pairs)
 
     def _bind(self, use: Hashable, what: tuple, bind: Callable[[], Kernel]) -> Kernel:
         """Return the launcher of a use, bound anew if it was for other objects."""
@@ -290,19 +272,16 @@ class TorchStepKernels(CudaKernels):
 
     def unique_rows(self, batch: Batch) -> Grads:
         shape = self.shape
-        # Lists of their own, as the batches before may still be on their way.
-        lists = with_room(None, max_batch_rows(batch), shape.rows, shape, dim=0)
-        find_unique_rows(batch, lists)
-        inputs, outputs = map(self._zero_grads, lists)
-        return self._with_sums((inputs, outputs))
+        # A list of its own, as the batches before may still be on their way.
+        listed = with_room(None, max_batch_rows(batch, shape.vectors), shape.rows, shape, dim=0)
+        find_unique_rows(batch, listed)
+        rows_U = listed.unique_rows()
+        grad_UD = torch.zeros(rows_U.shape[0], shape.dim, device=shape.device)
+        pairs_U = torch.zeros_like(rows_U)
+        return self._with_sums(listed._replace(rows_U=rows_U, grad_UD=grad_UD, pairs_U=pairs_U))
 
-    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
-        reference.ReferenceKernels(self.shape).optimizer_step(update, page, grads, state)
-
-    def _zero_grads(self, table: TableGrads) -> TableGrads:
-        rows_U = table.unique_rows()
-        grad_UD = torch.zeros(rows_U.shape[0], self.shape.dim, device=self.shape.device)
-        return table._replace(rows_U=rows_U, grad_UD=grad_UD, pairs_U=torch.zeros_like(rows_U))
+    def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
+        reference.ReferenceKernels(self.shape).optimizer_step(update, view, grads, state)
 
 
 def move_records(
@@ -459,13 +438,13 @@ def step_rows(
     )
     launch(
         blocks_for(32 * rows),
-        inputs=View(records_SR, None),
+        view=View(records_SR, None),
         # The kernel gets slots in place of rows, and no slot of each row.
-        input_grads=slot_grads(slots_U, grad_UD, count),
+        rows=slot_grads(slots_U, grad_UD, count),
         row_width=records_SR.shape[1],
         lr=float(lr),
         table_step=step,
-        seed_in=seed,
+        seed=seed,
     )
 
 
@@ -479,11 +458,9 @@ def _step_of_one_table(
     dim: int,
     step_column: int,
 ) -> Kernel:
-    """Return a step whose output table has no rows."""
-    no_rows, stepped, fault = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    """Return a step that notes no faults."""
+    stepped, fault = torch.zeros(2, dtype=torch.int64, device=device).unbind()
     return _step_kernel(formula, states, dtype, dim, ranks=0).bind(
-        outputs=View(torch.empty(1, dtype=dtype, device=device), None),
-        output_grads=slot_grads(None, None, no_rows),
         dim=dim,
         step_column=step_column,
         cap=0,
@@ -494,22 +471,21 @@ def _step_of_one_table(
         fault=fault,
         bit=0,
         done=None,
-        seed_out=0,
         loss=torch.zeros((), dtype=torch.float64, device=device),
         this_step=0,
     )
 
 
-def slot_grads(slots_U: Tensor | None, grad_UD: Tensor | None, count: Tensor) -> Any:
-    """Return gradients of rows that no index finds, as struct TableGrads."""
-    grads = c_struct("unique.cuh", "TableGrads")
-    return grads(index_V=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count)
+def slot_grads(slots_U: Tensor, grad_UD: Tensor, count: Tensor) -> Any:
+    """Return gradients of rows that no index finds, as struct RowGrads."""
+    grads = c_struct("unique.cuh", "RowGrads")
+    return grads(index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count)
 
 
 def no_places() -> Any:
     """Return struct Places of a process whose gradients no other one has."""
     places = c_struct("unique.cuh", "Places")
-    return places(peers=None, places_in=None, places_out=None, room=0)
+    return places(peers=None, places=None, room=0)
 
 
 @functools.lru_cache(maxsize=4)
@@ -518,37 +494,27 @@ def _numbers(device: torch.device, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
+def find_unique_rows(batch: Batch, rows: RowGrads) -> None:
     """List the unique rows that the batch touches, in buffers.
 
-    Before, indices are -1 and counts 0.
+    Before, indices are -1 and the count 0.
     """
-    inputs, outputs = rows
     launch = _list_kernel("unique_rows", batch)
-    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=batch_struct(batch))
+    launch(_blocks(batch), rows=rows, batch=batch_struct(batch))
 
 
 def with_room(
-    rows: tuple[TableGrads, TableGrads] | None,
-    most: tuple[int, int],
-    table_rows: int,
-    shape: StepShape,
-    dim: int | None = None,
-) -> tuple[TableGrads, TableGrads]:
+    rows: RowGrads | None, most: int, all_rows: int, shape: StepShape, dim: int | None = None
+) -> RowGrads:
     """Return buffers for that many unique rows: those given, if they fit."""
-    most = min(table_rows, most[0]), min(table_rows, most[1])
-    if rows and all(table.grad_UD.shape[0] >= n for table, n in zip(rows, most, strict=True)):
+    if rows and rows.grad_UD.shape[0] >= most:
         return rows
     dim = shape.dim if dim is None else dim
-
-    def buffers(n: int) -> TableGrads:
-        index_V = torch.full((table_rows,), -1, dtype=torch.int32, device=shape.device)
-        rows_U = torch.empty(n, dtype=torch.int32, device=shape.device)
-        grad_UD = torch.zeros(n, dim, device=shape.device)
-        row_count = torch.zeros((), dtype=torch.int64, device=shape.device)
-        return TableGrads(index_V, rows_U, grad_UD, torch.zeros_like(rows_U), row_count)
-
-    return buffers(most[0]), buffers(most[1])
+    index_A = torch.full((all_rows,), -1, dtype=torch.int32, device=shape.device)
+    rows_U = torch.empty(most, dtype=torch.int32, device=shape.device)
+    grad_UD = torch.zeros(most, dim, device=shape.device)
+    row_count = torch.zeros((), dtype=torch.int64, device=shape.device)
+    return RowGrads(index_A, rows_U, grad_UD, torch.zeros_like(rows_U), row_count)
 
 
 def _list_kernel(name: str, batch: Batch) -> Kernel:

@@ -1,7 +1,6 @@
 """Moves of a row cache, planned and made on the GPU (cache.cu, rows.cu).
 
-Rows are counted through all T tables, t * V + v. Shapes: S slots, A = T * V rows, W words of bits,
-N ids.
+Shapes: S slots, A rows, W words of bits, N ids.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Rows, RowCounts, SlotMap, Wanted, PlanSlots, LookUp = (
     c_struct("cache.cu", name)
     for name in ("Rows", "RowCounts", "SlotMap", "Wanted", "PlanSlots", "LookUp")
 )
-NOTHING = Wanted(marks=None, used_soon=None, rows=0, uses=None, is_counted=False, halve=False)
+NOTHING = Wanted(marks=None, used_soon=None, uses=None, is_counted=False, halve=False)
 
 
 class Moves(NamedTuple):
@@ -48,7 +47,7 @@ class Moves(NamedTuple):
 
 
 class PageRows(NamedTuple):
-    """Rows of one table that a page needs, in lists.
+    """Rows that a page needs, in lists.
 
     soon: rows of later pages, which are evicted last: pairs of a list and None, or of a buffer and
     `FoundRows.known`, the number of rows at its front. is_counted: whether the page adds 1 to the
@@ -65,7 +64,7 @@ class MovePlanner(ABC):
 
     Args:
         slots: Capacity of the cache in rows.
-        rows: Number of rows of all tables.
+        rows: Number of rows.
         bits: Number of bits kept for each row.
         device: The GPU.
 
@@ -73,12 +72,12 @@ class MovePlanner(ABC):
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
-        slot_of_TV: The slot of each row, if there is such an array.
+        slot_of_A: The slot of each row, if there is such an array.
         notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
             and rows that were refused since no slot is left at all.
     """
 
-    slot_of_TV: Tensor | None = None
+    slot_of_A: Tensor | None = None
 
     def __init__(self, slots: int, rows: int, bits: int, device: torch.device):
         self._capacity, self._rows, self._device = slots, rows, device
@@ -102,14 +101,14 @@ class MovePlanner(ABC):
 
     @abstractmethod
     def plan(
-        self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
+        self, page: Tensor | PageRows | None, soon_A: Tensor | None, number: int, in_use: int
     ) -> None:
         """Give slots to the rows of a page and list the moves.
 
         Args:
-            page: Rows that the page needs: marks [T, V], bool, or lists. None: those that plan
+            page: Rows that the page needs: marks [A], bool, or lists. None: those that plan
                 `number` was given before.
-            soon_V: With marks, rows of each table that are evicted last, bool.
+            soon_A: With marks, rows that are evicted last, bool.
             number: Number of this plan.
             in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
         """
@@ -166,24 +165,23 @@ class MarkPlanner(MovePlanner):
 
     Args:
         slots: Capacity of the cache in rows.
-        slot_of_TV: The slot of each row, which `exchange_records` keeps current.
+        slot_of_A: The slot of each row, which `exchange_records` keeps current.
         order_A: int32, rows by falling expected use.
     """
 
-    def __init__(self, slots: int, slot_of_TV: Tensor, order_A: Tensor):
-        super().__init__(slots, slot_of_TV.numel(), 4, slot_of_TV.device)
-        self.slot_of_TV = slot_of_TV
-        self._table_rows = slot_of_TV.shape[1]
+    def __init__(self, slots: int, slot_of_A: Tensor, order_A: Tensor):
+        super().__init__(slots, slot_of_A.shape[0], 4, slot_of_A.device)
+        self.slot_of_A = slot_of_A
         self._order_A = order_A
 
     def plan(
-        self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
+        self, page: Tensor | PageRows | None, soon_A: Tensor | None, number: int, in_use: int
     ) -> None:
         assert not isinstance(page, PageRows), "rows are marked"
         if page is not None:
             self._make_room(number, self._rows)
-        wanted = NOTHING._replace(marks=page, used_soon=soon_V, rows=self._table_rows)
-        slots = PlanSlots(slot_of=self.slot_of_TV, before=None, old_slots=None, new_slots=None)
+        wanted = NOTHING._replace(marks=page, used_soon=soon_A)
+        slots = PlanSlots(slot_of=self.slot_of_A, before=None, old_slots=None, new_slots=None)
         self._launch(number, in_use, wanted, self._order_A, slots)
 
 
@@ -205,11 +203,11 @@ class ListPlanner(MovePlanner):
         self._slots, self._old_slots = torch.empty(2, slots, dtype=torch.int32, device=device)
 
     def plan(
-        self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
+        self, page: Tensor | PageRows | None, soon_A: Tensor | None, number: int, in_use: int
     ) -> None:
         wanted = NOTHING
         if page is not None:
-            assert isinstance(page, PageRows) and soon_V is None, "rows are in lists"
+            assert isinstance(page, PageRows) and soon_A is None, "rows are in lists"
             self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
             for rows_U in page.lists:
                 self._mark(rows_U, None, self._wanted[number % 2])
@@ -371,23 +369,20 @@ def find_rows(
 
 def exchange_records(
     moves: Moves,
-    addresses_T: Tensor,  # of each table's records, int64 on the GPU
-    rows: int,  # of a table
-    stride: int,  # elements from one row of a table to the next
+    table_AR: Tensor,  # on the GPU or in pinned memory
     records_SR: Tensor,  # the cache
-    slot_of_TV: Tensor | None = None,  # kept current, if given
+    slot_of_A: Tensor | None = None,  # kept current, if given
     no_slot: int = 0,  # of rows that are not cached
 ) -> None:
     """Write evicted records back, and load others into their slots."""
     itemsize = records_SR.element_size()
     kernel("rows.cu", "exchange")(
         EXCHANGE_BLOCKS,
-        tables=addresses_T,
-        rows=rows,
-        stride=stride * itemsize // 16,
+        table=table_AR,
+        stride=table_AR.stride(0) * itemsize // 16,
         records=records_SR,
         width=records_SR.shape[1] * itemsize // 16,
         moves=moves,
-        slot_of=slot_of_TV,
+        slot_of=slot_of_A,
         none=no_slot,
     )

@@ -2,13 +2,13 @@
 
 Optimizers are specified by torch's own classes, see `RowOptimizer.step_rows` (model/optim.py).
 
-Shapes: B centers, C = 2 * window context positions, K negatives, T targets (see `Pairs`), V rows of
-a table, U unique rows, D dimensions, M requested rows, N ranks.
+Shapes: B centers, C = 2 * window context positions, K negatives, T targets (see `Pairs`), V words,
+A rows, U unique rows, D dimensions, M requested rows, N ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import numpy as np
@@ -26,12 +26,11 @@ from w2v.kernels.batch import (
     Grads,
     IdsByRank,
     Objective,
-    Page,
     Pairs,
     Pool,
+    RowGrads,
     StepShape,
     StepState,
-    TableGrads,
     Update,
     View,
 )
@@ -167,24 +166,20 @@ def expand(batch: Batch) -> Pairs:
     targets_BT, counts_BT, labels_BT = (torch.cat(parts, 1) for parts in zip(*targets, strict=True))
     # A center without context words has no pairs.
     counts_BT &= context_mask_BC.any(dim=1, keepdim=True)
-    return Pairs(words_n[at_BC].long(), context_mask_BC, targets_BT, counts_BT, labels_BT)
-
-
-def marks(ids: Tensor, mask: Tensor, rows: int) -> Tensor:
-    """Return whether each of `rows` rows is an id under the mask: bool [V]."""
-    marks_V = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
-    # Other ids mark one more row, which is cut off: to select ids would wait for their number.
-    return marks_V.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)[:rows]
+    contexts_BC = 2 * words_n[at_BC].long()
+    return Pairs(contexts_BC, context_mask_BC, 2 * targets_BT + 1, counts_BT, labels_BT)
 
 
 def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the sorted unique ids under the mask, and each row's index.
 
-    The index, int32 [V], is the row's place among them, or -1. All ids are below `rows`.
+    The index, int32 [A], is the row's place among them, or -1. All ids are below `rows`.
     """
-    marks_V = marks(ids, mask, rows)
-    index_V = torch.cumsum(marks_V, 0, dtype=torch.int32) - 1
-    return torch.nonzero(marks_V).flatten(), torch.where(marks_V, index_V, -1)
+    marks_A = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
+    # Other ids mark one more row, which is cut off: to select ids would wait for their number.
+    marks_A = marks_A.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)[:rows]
+    index_A = torch.cumsum(marks_A, 0, dtype=torch.int32) - 1
+    return torch.nonzero(marks_A).flatten(), torch.where(marks_A, index_A, -1)
 
 
 def all_finite(values: Tensor) -> Tensor:
@@ -196,10 +191,9 @@ def all_finite(values: Tensor) -> Tensor:
 
 
 def gradients(
-    input_UD: Tensor,  # vectors of context words
-    output_UD: Tensor,  # vectors of targets
-    places: Pairs,  # with the place of each word in these instead of its row
-    grads: tuple[Tensor, Tensor],  # what the gradients of both are added to
+    weight_UD: Tensor,  # of context words and targets
+    places: Pairs,  # with the place of each row in these instead of its number
+    grad_UD: Tensor,  # what the gradients are added to
     product: torch.dtype | None = None,  # that matrix products take and give; by default float32
     objective: Objective = SKIPGRAM,
 ) -> Tensor:
@@ -214,22 +208,23 @@ def gradients(
     """
     contexts_BC, context_mask_BC, targets_BT, target_mask_BT, labels_BT = places
     (B, C), T = context_mask_BC.shape, target_mask_BT.shape[1]
-    D = input_UD.shape[1]  # view() cannot find it where a rank's batch is empty
-    if not len(input_UD):  # no center has a context word
-        return input_UD.new_zeros((), dtype=torch.float64)
-    product = product or input_UD.dtype
-    context_BCD = input_UD.to(product).index_select(0, contexts_BC.flatten()).view(B, C, D)
-    target_BTD = output_UD.to(product).index_select(0, targets_BT.flatten()).view(B, T, D)
+    D = weight_UD.shape[1]  # view() cannot find it where a rank's batch is empty
+    if not len(weight_UD):  # no center has a context word
+        return weight_UD.new_zeros((), dtype=torch.float64)
+    product = product or weight_UD.dtype
+    factor_UD = weight_UD.to(product)
+    context_BCD = factor_UD.index_select(0, contexts_BC.flatten()).view(B, C, D)
+    target_BTD = factor_UD.index_select(0, targets_BT.flatten()).view(B, T, D)
     # H vectors predict a center: those of the C context words, or one.
     predicting_BHD, predicts_BH = context_BCD, context_mask_BC
     if objective.cbow:
         words_B11 = context_mask_BC.sum(1)[:, None, None].clamp(min=1)
         counted_BCD = torch.where(context_mask_BC[:, :, None], context_BCD, 0)
-        sum_B1D = counted_BCD.sum(1, keepdim=True, dtype=input_UD.dtype)
+        sum_B1D = counted_BCD.sum(1, keepdim=True, dtype=weight_UD.dtype)
         predicting_BHD = (sum_B1D / (words_B11 if objective.mean else 1)).to(product)
         predicts_BH = context_mask_BC.any(1, keepdim=True)
     counted_BHT = predicts_BH[:, :, None] & target_mask_BT[:, None, :]
-    logits_BHT = torch.bmm(predicting_BHD, target_BTD.transpose(1, 2)).to(input_UD.dtype)
+    logits_BHT = torch.bmm(predicting_BHD, target_BTD.transpose(1, 2)).to(weight_UD.dtype)
 
     # The loss is softplus of the logits, negated where the label is 1.
     labels_B1T = labels_BT[:, None, :]
@@ -247,28 +242,27 @@ def gradients(
     if objective.cbow:  # see `Objective`
         grad_context_BCD = grad_context_BCD / (1 if objective.mean else words_B11)
         grad_context_BCD = torch.where(context_mask_BC[:, :, None], grad_context_BCD, 0)
-    of_tables = (contexts_BC, grad_context_BCD), (targets_BT, grad_target_BTD)
-    for sums_UD, (places_BN, grad_BND) in zip(grads, of_tables, strict=True):
-        grad_ND = grad_BND.flatten(0, 1).to(input_UD.dtype)
+    for places_BN, grad_BND in (contexts_BC, grad_context_BCD), (targets_BT, grad_target_BTD):
+        grad_ND = grad_BND.flatten(0, 1).to(weight_UD.dtype)
         if scale != 1:  # index_add_ is slow with a factor
             grad_ND /= scale
-        sums_UD.index_add_(0, places_BN.flatten(), grad_ND)
+        grad_UD.index_add_(0, places_BN.flatten(), grad_ND)
     return loss
 
 
-def count_pairs(places: Pairs, counts: tuple[Tensor, Tensor], cbow: bool = False) -> None:
-    """Add the number of pairs of each row to the counts of both tables.
+def count_pairs(places: Pairs, count_U: Tensor, cbow: bool = False) -> None:
+    """Add the number of pairs of each row.
 
     All context words make one pair with each target of CBOW.
     """
     contexts_B1 = places.context_mask_BC.sum(1, keepdim=True, dtype=torch.int32)
     contexts_B1 = contexts_B1.clamp(max=1) if cbow else contexts_B1
     targets_B1 = places.target_mask_BT.sum(1, keepdim=True, dtype=torch.int32)
-    if len(counts[0]):  # some center has a context word
+    if len(count_U):  # some center has a context word
         of_contexts_BC = places.context_mask_BC * targets_B1
         of_targets_BT = places.target_mask_BT * contexts_B1
-        counts[0].index_add_(0, places.contexts_BC.flatten(), of_contexts_BC.flatten())
-        counts[1].index_add_(0, places.targets_BT.flatten(), of_targets_BT.flatten())
+        count_U.index_add_(0, places.contexts_BC.flatten(), of_contexts_BC.flatten())
+        count_U.index_add_(0, places.targets_BT.flatten(), of_targets_BT.flatten())
 
 
 class ReferenceKernels(ShardKernels):
@@ -288,106 +282,97 @@ class ReferenceKernels(ShardKernels):
         self._product = product
         self._grad_dtype = torch.promote_types(shape.dtype, torch.float32)
 
-    def mark(self, batch: Batch, marks_TV: Tensor) -> None:
-        pairs = expand(batch)
-        marks_TV[0] |= marks(pairs.contexts_BC, pairs.context_mask_BC, self.shape.rows)
-        marks_TV[1] |= marks(pairs.targets_BT, pairs.target_mask_BT, self.shape.rows)
+    def mark(self, batch: Batch, marks_A: Tensor) -> None:
+        marks_A.index_fill_(0, self._unique(expand(batch))[0], True)
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)
-        inputs = unique_rows(pairs.contexts_BC, pairs.context_mask_BC, self.shape.rows)
-        outputs = unique_rows(pairs.targets_BT, pairs.target_mask_BT, self.shape.rows)
-        return self._zero_grads(inputs, outputs)._replace(expanded=pairs)
+        return self._zero_grads(*self._unique(pairs))._replace(expanded=pairs)
 
-    def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
-        inputs, outputs, loss, pairs, expanded = rows
+    def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
+        rows, loss, pairs, expanded = grads
         places = expanded or expand(batch)
         contexts_BC, context_mask_BC, targets_BT, target_mask_BT, _ = places
         places = places._replace(
-            contexts_BC=torch.where(context_mask_BC, inputs.index_V[contexts_BC], 0).long(),
-            targets_BT=torch.where(target_mask_BT, outputs.index_V[targets_BT], 0).long(),
+            contexts_BC=torch.where(context_mask_BC, rows.index_A[contexts_BC], 0).long(),
+            targets_BT=torch.where(target_mask_BT, rows.index_A[targets_BT], 0).long(),
         )
-        weights = self._weights(page.inputs, inputs), self._weights(page.outputs, outputs)
-        grads = inputs.grad_UD, outputs.grad_UD
+        weight_UD = view.records_SR[:, : self.shape.dim]
+        if rows.rows_U is not None:  # borrowed rows lie in the order of their indices
+            weight_UD = weight_UD.index_select(0, view.slots(rows.rows_U.long()))
+        weight_UD = weight_UD.to(self._grad_dtype)
         cbow = batch.objective.cbow
-        batch_loss = gradients(*weights, places, grads, self._product, batch.objective)
-        if inputs.pairs_U is not None and outputs.pairs_U is not None:
-            count_pairs(places, (inputs.pairs_U, outputs.pairs_U), cbow)
+        batch_loss = gradients(weight_UD, places, rows.grad_UD, self._product, batch.objective)
+        if rows.pairs_U is not None:
+            count_pairs(places, rows.pairs_U, cbow)
         predicting = (context_mask_BC.any(1) if cbow else context_mask_BC).sum()
-        # Sums of their own: `rows` may be memory of the planning stream, which reuses it early.
-        return rows._replace(loss=loss + batch_loss, pairs=pairs + predicting)
+        # Sums of their own: `grads` may be memory of the planning stream, which reuses it early.
+        return grads._replace(loss=loss + batch_loss, pairs=pairs + predicting)
 
-    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
-        optimizer, tables, lr = update
+    def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
+        optimizer, table, lr = update
         state.mark_fault(1, grads.loss.isfinite())
-        parts = zip(tables, page, grads[:2], strict=True)
-        for number, (table, view, table_grads) in enumerate(parts):
-            rows_U = table_grads.unique_rows().long()
-            slots_U = view.slots(rows_U)
-            before_UR = view.records_SR.index_select(0, slots_U)
-            records_UR = table.decode(before_UR.clone())
-            optimizer.step_rows(table, records_UR, table_grads.grad_UD, table_grads.pairs_U, lr)
-            after_UR = table.encode(rows_U, records_UR)
-            state.mark_fault(2 << number, all_finite(after_UR))
-            # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
-            kept_UR = torch.where(state.fault == 0, after_UR, before_UR)
-            view.records_SR.index_copy_(0, slots_U, kept_UR)
-            state.rows_updated += rows_U.shape[0]
+        rows_U = grads.rows.unique_rows().long()
+        slots_U = view.slots(rows_U)
+        before_UR = view.records_SR.index_select(0, slots_U)
+        records_UR = table.decode(before_UR.clone())
+        optimizer.step_rows(table, records_UR, grads.rows.grad_UD, grads.rows.pairs_U, lr)
+        after_UR = table.encode(rows_U, records_UR)
+        is_output_U = rows_U % 2 == 1
+        for number in range(2):
+            of_others_U1 = (is_output_U != bool(number))[:, None]
+            is_sound = all_finite(after_UR.masked_fill(of_others_U1, 0))
+            state.mark_fault(2 << number, is_sound)
+        # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
+        kept_UR = torch.where(state.fault == 0, after_UR, before_UR)
+        view.records_SR.index_copy_(0, slots_U, kept_UR)
+        state.rows_updated += rows_U.shape[0]
 
     def list_requests(
         self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
     ) -> tuple[Tensor, Tensor]:
         shape, size = self.shape, self.shape.world_size
-        rows = self.unique_rows(batch)
-        inputs_U, outputs_U = (table.unique_rows().long() for table in rows[:2])
+        rows_U, _ = self._unique(expand(batch))
         headers = torch.arange(size, device=shape.device).repeat_interleave(shape.header_rows)
-        owners = torch.cat([headers, inputs_U % size, outputs_U % size])
+        owners = torch.cat([headers, rows_U // 2 % size])
         # Stable, so that the part of each owner begins with its header.
         order = torch.argsort(owners, stable=True)
         send_N.add_(torch.bincount(owners, minlength=size))
         # The counts travel in the headers of the page before; ~count is negative, as no id is.
         before.ids_M[_starts(before.count_N)] = ~send_N
         no_row = torch.full_like(headers, -1)
-        rows_U = torch.cat([no_row, inputs_U, outputs_U + shape.rows])
-        ids_U = torch.cat([no_row, inputs_U // size, outputs_U // size + shape.stride])
-        return rows_U[order], ids_U.int()[order]
+        ids_U = torch.cat([no_row, rows_U // 2 // size * 2 + rows_U % 2])
+        return torch.cat([no_row, rows_U])[order], ids_U.int()[order]
 
     def read_counts(self, received: IdsByRank, following: Counts, host_2N: Tensor) -> None:
         following.recv_N.copy_(~received.ids_M[_starts(received.count_N)])
         host_2N.copy_(torch.stack(following))
 
-    def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
-        for marks_V, (_, rows) in zip(marks_TV, self._by_table(ids_M), strict=True):
-            marks_V[rows] = True
+    def mark_requested(self, ids_M: Tensor, marks_A: Tensor) -> None:
+        marks_A[ids_M[ids_M >= 0].long()] = True
 
     def own(self, ids_M: Tensor) -> Grads:
-        stride, by_table = self.shape.stride, self._by_table(ids_M)
-        owned = [unique_rows(rows, rows >= 0, stride) for _, rows in by_table]
-        return self._zero_grads(*owned)
+        return self._zero_grads(*unique_rows(ids_M.long(), ids_M >= 0, self.shape.shard_rows))
 
-    def gather_weights(self, ids_M: Tensor, page: Page) -> Tensor:
-        weights_MD = page.inputs.records_SR.new_zeros(len(ids_M), self.shape.dim)
-        for view, (is_here_M, rows) in zip(page, self._by_table(ids_M), strict=True):
-            weights_MD[is_here_M] = view.records_SR[view.slots(rows), : self.shape.dim]
+    def gather_weights(self, ids_M: Tensor, view: View) -> Tensor:
+        weights_MD = view.records_SR.new_zeros(len(ids_M), self.shape.dim)
+        slots = view.slots(ids_M[ids_M >= 0].long())
+        weights_MD[ids_M >= 0] = view.records_SR[slots, : self.shape.dim]
         return weights_MD
 
-    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, Page]:
+    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, View]:
         is_row_U = rows_U >= 0
-        index_TV = torch.full((2, self.shape.rows), -1, dtype=torch.int32, device=rows_U.device)
+        index_A = torch.full((self.shape.rows,), -1, dtype=torch.int32, device=rows_U.device)
         indices_U = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
-        # Output ids begin at shape.rows, so one flat index serves both tables. They share their
-        # weights and gradients, and so one all-to-all.
-        index_TV.view(-1)[rows_U[is_row_U]] = indices_U[is_row_U]
+        index_A[rows_U[is_row_U]] = indices_U[is_row_U]
         grad_UD = torch.zeros(weights_UD.shape, dtype=self._grad_dtype, device=rows_U.device)
         pairs_U = torch.zeros_like(indices_U) if self.shape.count_pairs else None
-        shared = None, grad_UD, pairs_U, None
-        inputs, outputs = (TableGrads(index_V, *shared) for index_V in index_TV)
-        page = Page(*(View(weights_UD, index_V) for index_V in index_TV))
-        return Grads(inputs, outputs, owned.loss, owned.pairs), page
+        rows = RowGrads(index_A, None, grad_UD, pairs_U, None)
+        return Grads(rows, owned.loss, owned.pairs), View(weights_UD, index_A)
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
         facts = torch.stack([borrowed.loss.view(torch.int64), borrowed.pairs, fault])
-        words_UD = borrowed.inputs.grad_UD.view(torch.int32)
+        words_UD = borrowed.rows.grad_UD.view(torch.int32)
         for start in _starts(send_N).tolist():
             words_UD[start:].view(-1)[:HEADER_WORDS] = facts.view(torch.int32)
 
@@ -395,12 +380,11 @@ class ReferenceKernels(ShardKernels):
         self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
         grad_MD, pairs_M = grads
-        by_table = self._by_table(received.ids_M)
-        for sums, (is_here_M, rows) in zip(owned[:2], by_table, strict=True):
-            indices = sums.index_V[rows].long()
-            sums.grad_UD.index_add_(0, indices, grad_MD[is_here_M])
-            if pairs_M is not None and sums.pairs_U is not None:
-                sums.pairs_U.index_add_(0, indices, pairs_M[is_here_M])
+        sums, is_row_M = owned.rows, received.ids_M >= 0
+        indices = sums.index_A[received.ids_M[is_row_M]].long()
+        sums.grad_UD.index_add_(0, indices, grad_MD[is_row_M])
+        if pairs_M is not None and sums.pairs_U is not None:
+            sums.pairs_U.index_add_(0, indices, pairs_M[is_row_M])
         words_MD = grad_MD.view(torch.int32)
         starts = _starts(received.count_N).tolist()
         headers = [words_MD[start:].reshape(-1)[:HEADER_WORDS] for start in starts]
@@ -410,30 +394,21 @@ class ReferenceKernels(ShardKernels):
         owned.pairs.copy_(reduce(torch.add, (fact[1] for fact in facts)))
         fault.copy_(reduce(torch.bitwise_or, (fact[2] for fact in facts)))
 
-    def _by_table(self, ids_M: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yield for each table which ids are its rows, and the rows of the shard."""
-        stride = self.shape.stride
-        for number, is_here_M in enumerate(((ids_M >= 0) & (ids_M < stride), ids_M >= stride)):
-            yield is_here_M, ids_M[is_here_M].long() - number * stride
+    def _unique(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Return the `unique_rows` of a batch."""
+        ids = torch.cat([pairs.contexts_BC.flatten(), pairs.targets_BT.flatten()])
+        mask = torch.cat([pairs.context_mask_BC.flatten(), pairs.target_mask_BT.flatten()])
+        return unique_rows(ids, mask, self.shape.rows)
 
-    def _zero_grads(self, *unique: tuple[Tensor, Tensor]) -> Grads:
-        """Return zero gradients of the `unique_rows` of both tables."""
+    def _zero_grads(self, rows_U: Tensor, index_A: Tensor) -> Grads:
+        """Return zero gradients of `unique_rows`."""
         shape = self.shape
-        tables = []
-        for rows_U, index_V in unique:
-            size = len(rows_U), shape.dim
-            grad_UD = torch.zeros(size, dtype=self._grad_dtype, device=shape.device)
-            pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None
-            tables.append(TableGrads(index_V, rows_U.int(), grad_UD, pairs_U, None))
+        size = len(rows_U), shape.dim
+        grad_UD = torch.zeros(size, dtype=self._grad_dtype, device=shape.device)
+        pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None
         loss, pairs = torch.zeros(2, dtype=torch.float64, device=shape.device)
-        return Grads(tables[0], tables[1], loss, pairs.long())
-
-    def _weights(self, view: View, rows: TableGrads) -> Tensor:
-        """Return the weights [U, D] in the order of the rows' indices."""
-        weights = view.records_SR[:, : self.shape.dim]
-        if rows.rows_U is not None:  # borrowed rows lie in that order
-            weights = weights.index_select(0, view.slots(rows.rows_U.long()))
-        return weights.to(self._grad_dtype)
+        rows = RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None)
+        return Grads(rows, loss, pairs.long())
 
 
 def _starts(count_N: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from w2v.config import ConfigError, ModelConfig
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import Batch, Objective, Page, StepShape, View, table_rows
+from w2v.kernels.batch import Batch, Objective, StepShape, View, output_vectors
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.sampler import Sampler, TrainingText
 
@@ -52,7 +52,7 @@ class HeldOut:
         drawn = Sampler(sample, model, BATCH_SIZE, seed=0, device=torch.device("cpu")).epoch()
         # Only the draws are on the CPU; the loss is computed on the device.
         self._device = device
-        self._rows = table_rows(len(text.keep_V), model.hs, model.negative)
+        self._vectors = output_vectors(len(text.keep_V), model.hs, model.negative)
         moved = (Tensor, Objective)
         self._batches = [
             Batch._make(part.to(device) if isinstance(part, moved) else part for part in batch)
@@ -66,17 +66,16 @@ class HeldOut:
         """
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         pairs = torch.zeros((), dtype=torch.int64, device=self._device)
-        shape = StepShape(self._rows, input_VD.shape[1], torch.float32, self._device)
+        shape = StepShape(self._vectors, input_VD.shape[1], torch.float32, self._device)
         kernels = ReferenceKernels(shape)
         # The sums stay on the device, to wait for it only once.
         for batch in self._batches:
-            rows = kernels.unique_rows(batch)
-            views = []
-            for vectors_VD, touched in ((input_VD, rows.inputs), (output_VD, rows.outputs)):
-                assert touched.rows_U is not None, "no rows are borrowed here"
-                fetched_UD = ranks.fetch_rows(vectors_VD, touched.rows_U.long())
-                views.append(View(fetched_UD.to(self._device), touched.index_V))
-            grads = kernels.gradients(batch, Page(*views), rows, lr=0.0)
+            grads = kernels.unique_rows(batch)
+            rows_U = grads.rows.unique_rows().long()
+            input_UD = ranks.fetch_rows(input_VD, rows_U // 2).to(self._device)
+            output_UD = ranks.fetch_rows(output_VD, rows_U // 2).to(self._device)
+            weight_UD = torch.where((rows_U % 2 == 0)[:, None], input_UD, output_UD)
+            grads = kernels.gradients(batch, View(weight_UD, grads.rows.index_A), grads, lr=0.0)
             loss += grads.loss
             pairs += grads.pairs
         return float(loss / pairs)

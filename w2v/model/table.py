@@ -7,6 +7,7 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record, padding inc
 
 from __future__ import annotations
 
+import copy
 import math
 import mmap
 import resource
@@ -91,7 +92,7 @@ class Table:
         elif memory_VR is not None:
             self.records_VR = memory_VR
         elif storage == "pinned":
-            self.records_VR = side_by_side(1, rows, self.width, dtype)[0]
+            self.records_VR = pinned_records(rows, self.width, dtype)
         else:
             self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
         self.width = self.records_VR.shape[1]  # an .npy file has no padding
@@ -118,6 +119,17 @@ class Table:
     def bytes(self) -> int:
         """Size of all records, those of the states included."""
         return sum(part.records_VR.nbytes for part in self.parts)
+
+    def interleaved(self, *names: str) -> tuple[Table, ...]:
+        """Return views of the table as several, whose rows are here in turn."""
+        tables = []
+        for first, name in enumerate(names):
+            table = copy.copy(self)  # shares the scalars
+            table.name = name
+            table.rows = self.rows // len(names)
+            table.records_VR = self.records_VR[first :: len(names)]
+            tables.append(table)
+        return tuple(tables)
 
     def initialise(
         self,
@@ -349,15 +361,11 @@ def host_memory(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
-def side_by_side(tables: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return pinned memory [T, V, R] for tables whose rows interleave.
-
-    A GPU that reads a row of every table then translates one address, not several; address
-    translation limits the throughput of small records.
-    """
-    memory = host_memory(tables * rows * width * dtype.itemsize)
+def pinned_records(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return zero records [V, R] in pinned memory."""
+    memory = host_memory(rows * width * dtype.itemsize)
     _pin(memory)
-    return memory.view(dtype).view(rows, tables, width).transpose(0, 1)
+    return memory.view(dtype).view(rows, width)
 
 
 def pinning_is_limited() -> bool:

@@ -1,13 +1,13 @@
 """Build what a plan decides: tables, kernels, cache, sampler and step.
 
-Shapes: V rows of a table, N ids of the text, n ids of a chunk.
+Shapes: V vectors of a kind, A rows of this rank, N ids of the text, n ids of a chunk.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from w2v.model import heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.row_file import nameless_records
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
-from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
+from w2v.model.table import Storage, Table, record_width, uniform
 from w2v.system.process import on_threads, return_freed_memory, reuse_freed_memory
 from w2v.training.memory import MOST_STEPS, ROW_TYPES
 from w2v.training.plan import Plan
@@ -48,7 +48,7 @@ LOOKAHEAD_SHARE = 7 / 8
 
 
 def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
-    """Allocate the tables and make the objects of a run.
+    """Allocate the table and make the objects of a run.
 
     Vectors begin as in word2vec.c: inputs uniform in +-0.5 / D, unless the caller sets them, and
     outputs zero.
@@ -64,7 +64,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
             words = paging.lookahead * chunk_words(plan.config.train.batch_size)
             pages += f", lookahead window of {words:,} words"
         log.info(pages)
-    inputs, outputs = make_tables(plan, paging, draws_vectors)
+    table = make_table(plan, draws_vectors)
     kernels: Any  # `ShardKernels` or peers' where the exchange needs it
     if peers := find_peers(plan):
         kernels = make_peer_kernels(plan, text.tree, paging.steps)
@@ -73,13 +73,13 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     sampler = make_sampler(plan, text, kernels, plan.ranks, paging.lookahead)
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
-    engine = make_engine(plan, text, [inputs, outputs], paging.lookahead > 0)
+    engine = make_engine(plan, text, table, paging.lookahead > 0)
     exchange: Exchange = LocalExchange(kernels, paging.steps)
     if peers:
-        exchange = PeerExchange(kernels, paging.steps, state, peers, engine.page())
+        exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
     elif plan.ranks.size > 1:
         exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape, planning)
-    step = TrainingStep(inputs, outputs, kernels, engine, exchange, plan.optimizer, state, planning)
+    step = TrainingStep(table, kernels, engine, exchange, plan.optimizer, state, planning)
     return_freed_memory()
     if not (plan.on_gpu or plan.has_own_step):
         reuse_freed_memory()
@@ -120,52 +120,48 @@ def load_ids(plan: Plan) -> np.ndarray | Tensor:
     return on_gpu
 
 
-def make_tables(plan: Plan, paging: Paging, draws_vectors: bool) -> tuple[Table, Table]:
-    """Return this rank's rows of both tables, with drawn vectors or zeros."""
+def make_table(plan: Plan, draws_vectors: bool) -> Table:
+    """Return this rank's rows, with drawn vectors or zeros."""
     size = plan.config.model.vector_size
     dtype = plan.shape.dtype
     states = plan.optimizer.states(size)
-    rows = plan.ranks.shard_rows(plan.shape.rows)
-    width = record_width(size, states, dtype.itemsize, plan.alignment)
+    rows = 2 * plan.ranks.shard_rows(plan.vectors)
     storage: Storage = "cpu"
     if plan.is_hosted:
         storage = STORAGE[plan.engine]
     elif plan.on_gpu:
         storage = "cuda"
-    memory: Sequence[Tensor | None] = (None, None)
+    memory_VR = None
     if folder := plan.config.transfer.table_dir:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        memory = [nameless_records(folder, rows, width, dtype) for _ in range(2)]
-    elif storage == "pinned" and paging.lookahead:
-        # Both rows of a word then move at much the same time, so they lie side by side.
-        memory = side_by_side(2, rows, width, dtype).unbind()
-
-    def table(name: str, memory_VR: Tensor | None) -> Table:
-        return Table(
-            name,
-            rows,
-            size,
-            states,
-            plan.optimizer.scalars,
-            storage,
-            dtype,
-            alignment=plan.alignment,
-            memory_VR=memory_VR,
-        )
-
-    inputs = table("input", memory[0])
-    outputs = table("output", memory[1])
+        width = record_width(size, states, dtype.itemsize, plan.alignment)
+        memory_VR = nameless_records(folder, rows, width, dtype)
+    table = Table(
+        "vectors",
+        rows,
+        size,
+        states,
+        plan.optimizer.scalars,
+        storage,
+        dtype,
+        alignment=plan.alignment,
+        memory_VR=memory_VR,
+    )
     if draws_vectors:
         values = uniform(size, 0.5 / size, plan.config.train.seed)
+
+        def vectors(rows_n: Tensor) -> Tensor:
+            vectors_nD = torch.zeros(len(rows_n), size, device=rows_n.device)
+            first = int(rows_n[0]) % 2  # the first row of an input vector
+            words = rows_n[first::2] // 2
+            vectors_nD[first::2] = values(plan.ranks.global_rows(words))
+            return vectors_nD
+
         threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
-        inputs.initialise(
-            lambda rows_n: values(plan.ranks.global_rows(rows_n)),
-            plan.device,
-            threads,
-            # Memory of rows that no word uses is not touched, so a CPU does not provide it.
-            last_row=plan.ranks.shard_rows(plan.words),
-        )
-    return inputs, outputs
+        # Memory of rows that no word uses is not touched, so a CPU does not provide it.
+        last_row = 2 * plan.ranks.shard_rows(plan.words)
+        table.initialise(vectors, plan.device, threads, last_row=last_row)
+    return table
 
 
 def find_peers(plan: Plan) -> PeerMemory | None:
@@ -187,7 +183,8 @@ def make_peer_kernels(plan: Plan, tree: Tree | None, steps: int) -> CudaPeerKern
     centers = -(-plan.config.train.batch_size // plan.ranks.size)
     depth = tree.depth if tree else 0
     negatives = model.distinct_negatives(centers)
-    most = max_rows(centers, negatives, model.window, depth, plan.words)
+    rows = max_rows(centers, negatives, model.window, depth, plan.words)
+    most = sum(min(plan.vectors, count) for count in rows)
     return CudaPeerKernels(plan.shape, most, steps, plan.is_hosted)
 
 
@@ -231,35 +228,36 @@ def make_sampler(
     )
 
 
-def make_engine(plan: Plan, text: TrainingText, tables: list[Table], looks_ahead: bool) -> Engine:
+def make_engine(plan: Plan, text: TrainingText, table: Table, looks_ahead: bool) -> Engine:
     """Return the engine of the plan."""
     if not plan.is_hosted:
-        return Engine(tables)
-    link = link_between(tables[0], plan.device)
+        return Engine(table)
+    link = link_between(table, plan.device)
     if not plan.slots:
-        return Paged(link, tables, plan.device)
-    uses_TV = expected_uses(plan, text, looks_ahead)
+        return Paged(link, table, plan.device)
+    uses_A = expected_uses(plan, text, looks_ahead)
     if isinstance(link, MappedLink):
-        return MappedCache(tables, plan.slots, plan.device, uses_TV)
-    return TorchCache(link, tables, plan.slots, plan.device, uses_TV)
+        return MappedCache(table, plan.slots, plan.device, uses_A)
+    return TorchCache(link, table, plan.slots, plan.device, uses_A)
 
 
 def expected_uses(plan: Plan, text: TrainingText, looks_ahead: bool) -> Tensor:
-    """Return the expected uses of this rank's rows an epoch: float64 [2, V]."""
+    """Return the expected uses of this rank's rows an epoch: float64 [A]."""
     model = plan.config.model
     kept_V = plan.vocab.kept_counts(model.sample)
     words = len(kept_V)
-    uses_TV = np.zeros((2, plan.shape.rows))
-    uses_TV[0, :words] = kept_V
+    uses_VT = np.zeros((plan.vectors, 2))
+    uses_VT[:words, 0] = kept_V
     if model.negative:
-        uses_TV[1, :words] = kept_V
+        uses_VT[:words, 1] = kept_V
     if model.negative and not looks_ahead:
-        # With lookahead, both rows of a word have the same rank, so that they move together.
-        uses_TV[1, :words] += text.negative_prob_V * (model.negative * kept_V.sum())
+        # With lookahead, both rows of a word are as likely, so that they move together.
+        uses_VT[:words, 1] += text.negative_prob_V * (model.negative * kept_V.sum())
     if tree := text.tree:  # a node is used by all words below it
         uses_P = np.repeat(kept_V, np.diff(tree.begin_V.numpy()))
-        uses_TV[1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.shape.rows)
-    return torch.from_numpy(uses_TV[:, plan.ranks.rank :: plan.ranks.size].copy()).to(plan.device)
+        uses_VT[:, 1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.vectors)
+    own_VT = uses_VT[plan.ranks.rank :: plan.ranks.size]
+    return torch.from_numpy(own_VT.flatten()).to(plan.device)
 
 
 def make_heldout(plan: Plan, loop: TrainingLoop) -> HeldOut | None:
@@ -291,55 +289,55 @@ def make_paging(plan: Plan, text: TrainingText) -> Paging:
     # Batches of all ranks are drawn, to count how many of them find room in the caches.
     kernels = make_kernels(plan)
     sampler = make_sampler(plan, text, kernels, SINGLE, lookahead=0)
-    zeros_TV = torch.zeros(2, plan.rows, dtype=torch.bool, device=plan.device)
+    zeros_A = torch.zeros(plan.shape.rows, dtype=torch.bool, device=plan.device)
     slots = plan.ranks.size * plan.slots
-    paging, marks_TV = choose_paging(
-        sampler.epoch(), kernels, zeros_TV, slots, transfer.steps_per_page
+    paging, marks_A = choose_paging(
+        sampler.epoch(), kernels, zeros_A, slots, transfer.steps_per_page
     )
     # Several ranks do not look ahead: each would need the others' text. Nor does hierarchical
     # softmax, as the text does not name its nodes.
     looks_ahead = transfer.lookahead and plan.ranks.size == 1 and not plan.config.model.hs
-    if not looks_ahead or marks_TV is None:
+    if not looks_ahead or marks_A is None:
         return paging
     words = chunk_words(plan.config.train.batch_size)
-    return paging._replace(lookahead=choose_lookahead(text.ids_N, words, marks_TV, plan.slots))
+    return paging._replace(lookahead=choose_lookahead(text.ids_N, words, marks_A, plan.slots))
 
 
 def choose_paging(
-    batches: Iterable[Batch], kernels: Kernels, marks_TV: Tensor, slots: int, steps: int = 0
+    batches: Iterable[Batch], kernels: Kernels, marks_A: Tensor, slots: int, steps: int = 0
 ) -> tuple[Paging, Tensor | None]:
     """Choose the most steps a page for which two pages fit into the cache.
 
-    The rows of the first batches are marked in `marks_TV`, bool [2, V], which is False before.
+    The rows of the first batches are marked in `marks_A`, bool [A], which is False before.
     `slots` is the capacity of the caches of all ranks together, in rows. `steps` is given if
     configured. Returns also the marks of two pages, if they fit.
     """
     chosen: tuple[Paging, Tensor | None] = Paging(steps or 1), None
     counted = [2 * steps] if steps else [2, 4, 8, 2 * MOST_STEPS]
     for number, batch in enumerate(islice(batches, counted[-1]), start=1):
-        kernels.mark(batch, marks_TV)
+        kernels.mark(batch, marks_A)
         if number in counted:
-            if int(marks_TV.sum()) > slots:
+            if int(marks_A.sum()) > slots:
                 break
-            chosen = Paging(number // 2), marks_TV.clone()
+            chosen = Paging(number // 2), marks_A.clone()
     return chosen
 
 
 def choose_lookahead(
-    ids_N: np.ndarray | Tensor, chunk_words: int, page_marks_TV: Tensor, slots: int
+    ids_N: np.ndarray | Tensor, chunk_words: int, page_marks_A: Tensor, slots: int
 ) -> int:
     """Return the longest lookahead window whose rows fit into the cache.
 
     A row stays on the GPU between two uses at most a window apart. The text is read from its
     beginning forward, and from its end backward, as one epoch follows the other: a word last used
     `past` chunks ago, and used next in `future` chunks, stays if past + future is in the window.
-    The rows in `page_marks_TV`, those of two pages, are on the GPU anyway. `slots` is the capacity
+    The rows in `page_marks_A`, those of two pages, are on the GPU anyway. `slots` is the capacity
     of the cache in rows.
     """
-    device = page_marks_TV.device
+    device = page_marks_A.device
     chunks = len(ids_N) // chunk_words
-    rows = page_marks_TV.shape[1]
-    future_V = torch.full((rows,), 2 * chunks + 2, dtype=torch.int32, device=device)
+    vectors = page_marks_A.shape[0] // 2
+    future_V = torch.full((vectors,), 2 * chunks + 2, dtype=torch.int32, device=device)
     past_V = future_V.clone()
 
     def note_uses(uses_V: Tensor, chunk: int, distance: int) -> None:
@@ -353,6 +351,6 @@ def choose_lookahead(
         note_uses(future_V, window - 1, window - 1)
         note_uses(past_V, chunks - window, window)
         stays_V = past_V + future_V <= window
-        if int((page_marks_TV | stays_V).sum()) > LOOKAHEAD_SHARE * slots:
+        if int((page_marks_A | stays_V.repeat_interleave(2)).sum()) > LOOKAHEAD_SHARE * slots:
             return window - 1
     return max(0, chunks - 1)

@@ -20,7 +20,7 @@ import torch
 
 from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import StepShape, chunk_words, max_rows, table_rows
+from w2v.kernels.batch import StepShape, chunk_words, max_rows, output_vectors
 from w2v.kernels.launch import cuda_runtime
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
@@ -192,15 +192,15 @@ class Plan:
         return bool(self.optimizer.formula) and self.kernels != "reference"
 
     @property
-    def rows(self) -> int:
-        """Rows of each table, on all ranks."""
-        return table_rows(self.words, self.config.model.hs, self.config.model.negative)
+    def vectors(self) -> int:
+        """Input vectors of all ranks, and as many output vectors."""
+        return output_vectors(self.words, self.config.model.hs, self.config.model.negative)
 
     @property
     def shape(self) -> StepShape:
-        """Shape of the whole tables."""
+        """Shape of the whole table."""
         return StepShape(
-            rows=self.rows,
+            vectors=self.vectors,
             dim=self.config.model.vector_size,
             dtype=ROW_TYPES.get(self.config.train.precision, torch.float32),
             device=self.device,
@@ -230,8 +230,8 @@ class Plan:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of both tables on the rank that holds the most rows."""
-        return 2 * self.shape.stride * self.record_bytes
+        """Bytes of the rows of the rank that holds the most."""
+        return self.shape.shard_rows * self.record_bytes
 
     @property
     def is_hosted(self) -> bool:
@@ -241,7 +241,7 @@ class Plan:
     @property
     def is_paged(self) -> bool:
         """Whether the GPU has no room for some rows."""
-        return self.is_hosted and self.slots < 2 * self.shape.stride
+        return self.is_hosted and self.slots < self.shape.shard_rows
 
     @property
     def threads(self) -> int:
@@ -273,7 +273,7 @@ class Plan:
         Resident tables have all rows on the GPU. An automatic cache gets the free memory that is
         not needed otherwise.
         """
-        rows = 2 * self.shape.stride
+        rows = self.shape.shard_rows
         if not self.is_hosted:
             return rows * self.on_gpu
         if self.cache_bytes is not None:
@@ -354,7 +354,7 @@ class Plan:
             },
             "gpu": self._gpu_needs(),
             "disk": {
-                "checkpoints": checkpoints * 2 * self.rows * unpadded,
+                "checkpoints": checkpoints * self.shape.rows * unpadded,
                 "vectors": (formats * 4 * self.shape.dim + 32) * self.words,
                 "tables": file_bytes * is_one_disk,
             },
@@ -371,9 +371,7 @@ class Plan:
             program += UNUSED_CUDA_BYTES
         tables = 0
         if not self.config.transfer.table_dir and (self.is_hosted or not self.on_gpu):
-            # A CPU provides no memory for the rows of the input table that no word uses.
-            used = self.shape.stride if self.on_gpu else -(-self.words // self.ranks.size)
-            tables = self.record_bytes * (self.shape.stride + used)
+            tables = self.table_bytes
         # Large vectors are exported block by block; only those that are scored are copied.
         vectors = min(EXPORT_BYTES, 2 * 4 * self.words * self.shape.dim)
         if self.on_gpu or self.ranks.size > 1:
@@ -396,7 +394,7 @@ class Plan:
         if self.ranks.size > 1:  # buffers to exchange rows
             reserve *= 4
             word_bytes += ROUTE_BYTES
-        rows = 2 * self.shape.stride
+        rows = self.shape.shard_rows
         needs = {
             "program": reserve + self.table_bytes // MAPPED_PART * (self.engine == "mapped"),
             "batches": self.batch_bytes(),
@@ -431,19 +429,19 @@ class Plan:
             distinct = model.distinct_negatives(centers)
             most = max_rows(centers, distinct, window, depth, self.words)
             found += 4 * (1 + model.negative) * (PAGES * MOST_STEPS * centers + chunk)
-            found += 2 * gradient * sum(min(self.shape.stride, rows) for rows in most)
+            found += 2 * gradient * sum(min(self.shape.shard_rows // 2, rows) for rows in most)
         elif self.kernels == "reference":  # products of all pairs
             found += POOL_BYTES * max(0, model.negative_pool)
             found += 8 * centers * (2 * window + 1 + model.negative + depth) * dim
         else:  # an index of each row, and gradients, of each thread
             threads = torch.get_num_threads()
-            found += 8 * self.rows * (threads + 1)
+            found += 8 * self.vectors * (threads + 1)
             found += 2 * gradient * threads * sum(self.touched(-(-centers // threads)))
         if not self.has_own_step:
             rows = sum(self.touched(centers))
             if self.on_gpu:  # gradients of all batches under way, and indices of rows
                 batches = PAGES * (1 + (MOST_STEPS - 1) * self.is_hosted)
-                found += batches * (gradient * rows + 8 * self.rows)
+                found += batches * (gradient * rows + 8 * self.vectors)
             found += rows * (4 * dim + 3 * self.record_bytes)  # torch steps copies
         return found
 
@@ -469,7 +467,7 @@ class Plan:
         if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.
             outputs += int(min(self.words, inputs * (1 + max(0, math.log2(self.words / inputs)))))
-        return inputs, min(self.rows, outputs)
+        return inputs, min(self.vectors, outputs)
 
 
 def fitting_batch_size(plan: Plan, slots: int) -> int:

@@ -205,9 +205,10 @@ def free_bytes(config: Config, machine: Machine, run: Path | None) -> dict[str, 
 def check_rows(plan: Plan) -> None:
     """Raise `ConfigError` if there are too many rows to number, or too few."""
     words = plan.words
-    if plan.rows > MOST_ROWS:
-        many = f"{words:,} words need {plan.rows:,} rows, more than {MOST_ROWS:,}"
-        remedy = f"set vocab.max_final_vocab={MOST_ROWS * words // plan.rows}"
+    rows = plan.shape.rows
+    if rows > MOST_ROWS:
+        many = f"{words:,} words need {rows:,} rows, more than {MOST_ROWS:,}"
+        remedy = f"set vocab.max_final_vocab={MOST_ROWS * words // rows}"
         least = plan.config.vocab.min_count
         raise ConfigError(f"{many}; {remedy} or raise vocab.min_count={least}")
     if not plan.ranks.shard_rows(words):

@@ -4,7 +4,7 @@ A page holds the rows of several batches. While these compute, the next page is 
 are drawn, the rows that they touch are found, and the engine begins to move them. On a GPU this
 happens on a stream of its own. Called in order, without overlap, it gives the same result.
 
-Shapes: T = 2 tables, V rows of this rank's part of a table.
+Shape: A rows of this rank.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ class StepResult(NamedTuple):
 
 @dataclass(eq=False)
 class TrainingStep:
-    """The step of a run: its tables, and the parts that work on them."""
+    """The step of a run: its table, and the parts that work on it.
 
-    inputs: Table  # this rank's rows
-    outputs: Table
+    table: This rank's rows, those of input and output vectors in turn.
+    tables: Views of the same rows as two tables, `inputs` and `outputs`.
+    """
+
+    table: Table
     kernels: Kernels  # arithmetic on rows
     engine: Engine  # where rows are
     exchange: Exchange  # who owns them
@@ -48,7 +51,8 @@ class TrainingStep:
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
 
     def __post_init__(self) -> None:
-        self.tables = self.inputs, self.outputs
+        self.tables = self.table.interleaved("input", "output")
+        self.inputs, self.outputs = self.tables
         # For each of the last two pages, an event after its steps.
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
         # The planning stream reuses the memory of a tensor as soon as Python frees it, even while a
@@ -68,14 +72,14 @@ class TrainingStep:
         self.state.step += 1
         # Find the batch's rows, unless that was done when its page was planned. Get their weights,
         # some of them from other ranks, and a zero gradient for each.
-        grads, page = self.exchange.borrow(planned, self.engine.page())
+        grads, view = self.exchange.borrow(planned, self.engine.view())
         # Add loss and gradients.
-        grads = self.kernels.gradients(batch, page, grads, lr)
+        grads = self.kernels.gradients(batch, view, grads, lr)
         # Replace them by the rows that this rank owns, with gradients summed over all ranks.
         grads = self.exchange.reduce(grads)
         # Update these rows.
-        update = Update(self.optimizer, self.tables, lr)
-        self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
+        update = Update(self.optimizer, self.table, lr)
+        self.kernels.optimizer_step(update, self.engine.view(), grads, self.state)
         return StepResult(batch, grads.loss, grads.pairs)
 
     def plan_pages(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:
@@ -96,7 +100,7 @@ class TrainingStep:
 
     def finish(self) -> None:
         """Free all memory but that of the tables. Call after `engine.flush()`."""
-        self.engine = Engine(self.tables)
+        self.engine = Engine(self.table)
         del self.kernels, self.exchange
 
     def _next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
@@ -105,17 +109,17 @@ class TrainingStep:
             self._computed.append(current_stream().record_event())  # behind the last page's steps
         with on_stream(self.planning):
             planned = self.exchange.next_page(batches)
-            marks_TV = None
+            marks_A = None
             if planned and self.engine.moves_rows:
-                size = 2, self.inputs.rows
-                marks_TV = torch.zeros(size, dtype=torch.bool, device=self.state.device)
-                self.exchange.mark(planned, marks_TV)
+                rows = self.table.rows
+                marks_A = torch.zeros(rows, dtype=torch.bool, device=self.state.device)
+                self.exchange.mark(planned, marks_A)
             if self.planning:
                 # Wait for the page before the one that computes: the engine may evict its rows.
                 self.planning.wait_event(self._computed[0])
-            if marks_TV is not None:
+            if marks_A is not None:
                 lookahead = planned[-1].batch.lookahead
-                self.engine.prefetch(marks_TV, lookahead.soon_V if lookahead else None)
+                self.engine.prefetch(marks_A, lookahead.soon_A if lookahead else None)
         if self.planning:
             current_stream().wait_stream(self.planning)
             self._kept.append(planned)

@@ -1,6 +1,6 @@
 """Caches of rows on the GPU; moves overlap with computation.
 
-A cache of S slots has records of all tables, each row in one slot at most. That slot owns the row
+A cache of S slots has records of a table, each row in one slot at most. That slot owns the row
 until it is written back: a row is never in two places, so overlap changes no result. Beside the
 computation run
 
@@ -17,12 +17,11 @@ Moves follow the order of their plans, and the writes of a plan come before its 
 computation waits for its reads. A plan waits for the page before the current one, whose rows it may
 evict.
 
-Shapes: T tables, V rows of a table, S slots, A = T * V rows counted through all tables.
+Shapes: S slots, A rows of the table.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 import weakref
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from w2v.config import ConfigError
 from w2v.kernels import cuda_cache
-from w2v.kernels.batch import Page, View
+from w2v.kernels.batch import View
 from w2v.kernels.cuda_cache import AGE, HIGHEST_LIMIT, USE_BITS, PageRows
 from w2v.model.table import Table
 from w2v.transfer.engine import Engine, TransferStats
@@ -50,23 +49,20 @@ class RowCache(ABC):
 
     Args:
         link: Moves the records.
-        tables: Tables of one shape.
+        table: The table.
         slots: Capacity of the cache in rows.
         device: The compute device.
     """
 
     is_timed = True  # whether stats have the seconds that the computation waits
 
-    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device):
-        assert len({(table.rows, table.width) for table in tables}) == 1, "tables of one shape"
+    def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
+        assert table.rows < 2**31, "rows are counted in 32 bits"
         self.link = link
-        self._tables = tables
+        self._table = table
         self.slots = slots
-        self._shape = len(tables), tables[0].rows
-        assert len(tables) * tables[0].rows < 2**31, "rows of all tables are counted in 32 bits"
         # The last record is a dummy, slot S, to which rows without a slot point.
-        records = slots + 1, tables[0].width
-        self.records_SR = torch.empty(records, dtype=tables[0].records_VR.dtype, device=device)
+        self.records_SR = torch.empty(slots + 1, table.width, dtype=table.dtype, device=device)
         self._plan = 0
         self._is_whole = True  # no error came between a plan and its moves
         self._second_plan_done = True  # or not needed: all rows of the page have slots
@@ -80,7 +76,7 @@ class RowCache(ABC):
         self._waits = Waits()
 
     @abstractmethod
-    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
+    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_A: Tensor | None = None) -> None:
         """Assign free or evicted slots to missing rows, and list the copies.
 
         Rows of the page before are not evicted. Without `page_rows` this is the page's second plan:
@@ -101,18 +97,18 @@ class RowCache(ABC):
 
     @abstractmethod
     def slots_of(self, rows_U: Tensor) -> Tensor:
-        """Return the slots of rows of the first table, int32."""
+        """Return the slots of rows, int32."""
 
     @abstractmethod
-    def _cached_rows(self) -> Iterator[tuple[Table, Tensor, Tensor]]:
-        """Yield rows of a table that are cached, and their slots, int64."""
+    def _cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows that are cached, and their slots, int64."""
 
     @property
     @abstractmethod
     def stats(self) -> TransferStats:
         """Return what has crossed the link so far."""
 
-    def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
+    def prefetch(self, page_rows: Tensor | PageRows, soon_A: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves for the next page."""
         self._require_whole()
         self._is_whole = False
@@ -121,7 +117,7 @@ class RowCache(ABC):
         # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             self._wait(event)
-        self._make_plan(page_rows, soon_V)
+        self._make_plan(page_rows, soon_A)
         self._record(self._planned)
         with on_stream(self._reads):
             self._wait(self._planned)
@@ -143,8 +139,8 @@ class RowCache(ABC):
         self._finish_plan()
         self._wait(self._arrived)
         # The rows stay cached as well, so training goes on without reading them again.
-        for table, rows_U, slots_U in self._cached_rows():
-            self.link.write(table, rows_U, self.records_SR, slots_U)
+        for rows_U, slots_U in self._cached_rows():
+            self.link.write(self._table, rows_U, self.records_SR, slots_U)
         if self._reads:
             current_stream().synchronize()
         self._check_capacity()
@@ -192,42 +188,40 @@ class PagedCache(RowCache, Engine):
 
     moves_rows = True
 
-    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device):
-        super().__init__(link, tables, slots, device)
-        self._slot_of_TV = torch.full(self._shape, slots, dtype=torch.int32, device=device)
-        views = [View(self.records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
-        self._page = Page(views[0], views[-1])  # of one table, both are the same
+    def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
+        super().__init__(link, table, slots, device)
+        self._slot_of_A = torch.full((table.rows,), slots, dtype=torch.int32, device=device)
+        self._view = View(self.records_SR, self._slot_of_A)
 
-    def page(self) -> Page:
+    def view(self) -> View:
         self.wait()
-        return self._page
+        return self._view
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
-        return self._slot_of_TV[0].index_select(0, rows_U)
+        return self._slot_of_A.index_select(0, rows_U)
 
-    def _cached_rows(self) -> Iterator[tuple[Table, Tensor, Tensor]]:
-        for table, slot_of_V in zip(self._tables, self._slot_of_TV, strict=True):
-            rows_U = torch.nonzero(slot_of_V != self.slots).flatten()
-            yield table, rows_U, slot_of_V[rows_U].long()
+    def _cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rows_U = torch.nonzero(self._slot_of_A != self.slots).flatten()
+        yield rows_U, self._slot_of_A[rows_U].long()
 
 
 class TorchCache(PagedCache):
     """Row cache over any link, planned in plain torch.
 
     It is the specification of `MappedCache` and `ListedCache`. Rows with the least expected uses,
-    `uses_TV`, are evicted first; by default rows are in order of falling frequency.
+    `uses_A`, are evicted first; by default rows are in order of falling frequency.
     """
 
     def __init__(
         self,
         link: Link,
-        tables: Sequence[Table],
+        table: Table,
         slots: int,
         device: torch.device,
-        uses_TV: Tensor | None = None,
+        uses_A: Tensor | None = None,
     ):
-        super().__init__(link, tables, slots, device)
-        self._order_A = _order_by_use(self._shape, device, uses_TV)
+        super().__init__(link, table, slots, device)
+        self._order_A = _order_by_use(table.rows, device, uses_A)
         # By place in the order: rows of the last two plans, cached rows, rows evicted last.
         bits = torch.zeros(4, len(self._order_A), dtype=torch.bool, device=device)
         *self._wanted, self._cached_A, self._late_A = bits
@@ -244,15 +238,15 @@ class TorchCache(PagedCache):
     def stats(self) -> TransferStats:
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
-    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
+    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_A: Tensor | None = None) -> None:
         wanted_A = protected_A = self._wanted[self._plan % 2]
         if isinstance(page_rows, PageRows):
             self._mark_lists(page_rows, wanted_A)
         elif page_rows is not None:
-            wanted_A.copy_(page_rows.flatten()[self._order_A])
+            wanted_A.copy_(page_rows[self._order_A])
             self._late_A.zero_()
-            if soon_V is not None:
-                self._late_A.copy_(soon_V.repeat(len(self._tables))[self._order_A])
+            if soon_A is not None:
+                self._late_A.copy_(soon_A[self._order_A])
         if page_rows is not None:
             protected_A = self._wanted[0] | self._wanted[1]  # the page before may still compute
         missing_A = wanted_A & ~self._cached_A
@@ -275,7 +269,7 @@ class TorchCache(PagedCache):
         unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)
         self._cached_A.index_fill_(0, loaded, True).index_fill_(0, evicted, False)
         loaded_U, evicted_U = self._order_A[loaded].long(), self._order_A[evicted].long()
-        slots = torch.cat([unused, self._slot_of_TV.view(-1)[evicted_U].long()])
+        slots = torch.cat([unused, self._slot_of_A[evicted_U].long()])
         self._lists[self._plan % 2] = loaded_U, evicted_U, slots
         self._slots_in_use = slots_in_use
         self._rows_without_slot = len(missing) - len(loaded)
@@ -300,24 +294,13 @@ class TorchCache(PagedCache):
 
     def _make_moves(self) -> None:
         loaded_U, evicted_U, slots = self._lists[self._plan % 2]
-        slot_of_A = self._slot_of_TV.view(-1)
-        for part in self._by_table(evicted_U, slots[len(slots) - len(evicted_U) :]):
-            self.link.write(*part)
-        slot_of_A.index_fill_(0, evicted_U, self.slots)
-        for part in self._by_table(loaded_U, slots):
-            self.link.read(*part)
-        slot_of_A.index_copy_(0, loaded_U, slots.int())
-
-    def _by_table(
-        self, rows_U: Tensor, slots: Tensor
-    ) -> Iterator[tuple[Table, Tensor, Tensor, Tensor]]:
-        """Yield for each table the arguments of its link, rows sorted."""
-        rows_U, order = rows_U.sort()
-        ends = torch.arange(1, len(self._tables), device=rows_U.device) * self._tables[0].rows
-        cuts = torch.searchsorted(rows_U, ends).tolist()
-        parts = zip(self._tables, rows_U.tensor_split(cuts), order.tensor_split(cuts), strict=True)
-        for table, table_rows, table_order in parts:
-            yield table, table_rows % table.rows, self.records_SR, slots[table_order]
+        rows_U, order = evicted_U.sort()
+        from_slots = slots[len(slots) - len(evicted_U) :][order]
+        self.link.write(self._table, rows_U, self.records_SR, from_slots)
+        self._slot_of_A.index_fill_(0, evicted_U, self.slots)
+        rows_U, order = loaded_U.sort()
+        self.link.read(self._table, rows_U, self.records_SR, slots[order])
+        self._slot_of_A.index_copy_(0, loaded_U, slots.int())
 
     def _all_rows_have_slots(self) -> bool:
         return self._rows_without_slot == 0
@@ -340,23 +323,16 @@ class GpuCache(RowCache):
         _, used, read, written, _ = self._planner.counters.tolist()
         return TransferStats(used, read, written, self._waits.seconds)
 
-    @functools.cached_property
-    def _addresses_T(self) -> Tensor:
-        addresses = [table.records_VR.data_ptr() for table in self._tables]
-        return torch.tensor(addresses, device=self.records_SR.device)
-
-    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
+    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_A: Tensor | None = None) -> None:
         protected_since = self._plan - (page_rows is not None)
-        self._planner.plan(page_rows, soon_V, self._plan, protected_since)
+        self._planner.plan(page_rows, soon_A, self._plan, protected_since)
 
     def _make_moves(self) -> None:
         cuda_cache.exchange_records(
             self._planner.moves[self._plan % 2],
-            self._addresses_T,
-            self._tables[0].rows,
-            self._tables[0].records_VR.stride(0),
+            self._table.records_VR,
             self.records_SR,
-            self._planner.slot_of_TV,
+            self._planner.slot_of_A,
             self.slots,
         )
 
@@ -372,19 +348,15 @@ class MappedCache(GpuCache, PagedCache):
     """Row cache of training, with the results of a `TorchCache`."""
 
     def __init__(
-        self,
-        tables: Sequence[Table],
-        slots: int,
-        device: torch.device,
-        uses_TV: Tensor | None = None,
+        self, table: Table, slots: int, device: torch.device, uses_A: Tensor | None = None
     ):
-        super().__init__(MappedLink(), tables, slots, device)
-        order_A = _order_by_use(self._shape, device, uses_TV)
-        self._planner = cuda_cache.MarkPlanner(slots, self._slot_of_TV, order_A)
+        super().__init__(MappedLink(), table, slots, device)
+        order_A = _order_by_use(table.rows, device, uses_A)
+        self._planner = cuda_cache.MarkPlanner(slots, self._slot_of_A, order_A)
 
 
 class ListedCache(GpuCache):
-    """Row cache over one table whose pages are lists of rows.
+    """Row cache whose pages are lists of rows.
 
     It has no array with a number for each row, as `cuda_cache.ListPlanner` says. It evicts the rows
     that a `TorchCache` does, but where a page is replaced before it was used.
@@ -394,15 +366,14 @@ class ListedCache(GpuCache):
     _planner: cuda_cache.ListPlanner
 
     def __init__(self, table: Table, slots: int, device: torch.device):
-        super().__init__(MappedLink(), [table], slots, device)
+        super().__init__(MappedLink(), table, slots, device)
         self._planner = cuda_cache.ListPlanner(slots, table.rows, device)
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
         return self._planner.slots_of(rows_U)
 
-    def _cached_rows(self) -> Iterator[tuple[Table, Tensor, Tensor]]:
-        for rows_U, slots_U in self._planner.cached_rows():
-            yield self._tables[0], rows_U, slots_U
+    def _cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._planner.cached_rows()
 
 
 class WholeTable:
@@ -417,7 +388,7 @@ class WholeTable:
     def stats(self) -> TransferStats:
         return TransferStats(rows_read=self._table.rows)
 
-    def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
+    def prefetch(self, page_rows: Tensor | PageRows, soon_A: Tensor | None = None) -> None:
         """All rows are there."""
 
     def wait(self) -> None:
@@ -594,7 +565,7 @@ class CachedLink(Link):
             return WholeTable(self._table, self._device)
         if isinstance(self._link, MappedLink):
             return ListedCache(self._table, self.slots, self._device)
-        return TorchCache(self._link, [self._table], self.slots, self._device)
+        return TorchCache(self._link, self._table, self.slots, self._device)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.
@@ -639,10 +610,8 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
     return None
 
 
-def _order_by_use(shape: Sequence[int], device: torch.device, uses_TV: Tensor | None) -> Tensor:
-    """Return the rows of all tables by falling expected use."""
-    rows = shape[0] * shape[1]
-    by_row_A = torch.arange(rows, dtype=torch.int32, device=device).view(shape).T.flatten()
-    if uses_TV is None:
-        return by_row_A
-    return by_row_A[uses_TV.T.flatten().argsort(descending=True, stable=True)]
+def _order_by_use(rows: int, device: torch.device, uses_A: Tensor | None) -> Tensor:
+    """Return the rows by falling expected use."""
+    if uses_A is None:
+        return torch.arange(rows, dtype=torch.int32, device=device)
+    return uses_A.argsort(descending=True, stable=True).int()

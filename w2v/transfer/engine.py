@@ -7,13 +7,13 @@ back; the caches of cache.py keep rows on the GPU from page to page.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from w2v.kernels.batch import Page, View
+from w2v.kernels.batch import View
 from w2v.model.table import Table
 from w2v.transfer.links import Link
 from w2v.transfer.streams import Waits, current_stream
@@ -34,40 +34,39 @@ class TransferStats(NamedTuple):
 
 
 class Engine:
-    """Loads the rows of both tables to the compute device, a page at a time.
+    """Loads the rows of a table to the compute device, a page at a time.
 
     A row is in one place at a time, so overlap changes no result. `moves_rows` says whether rows
-    have to be prefetched at all. This is the engine of tables on the compute device, CPU or GPU:
+    have to be prefetched at all. This is the engine of a table on the compute device, CPU or GPU:
     paging with nothing to move.
     """
 
     moves_rows = False
 
-    def __init__(self, tables: Sequence[Table]):
-        self._tables = tables
+    def __init__(self, table: Table):
+        self._table = table
 
     @property
     def stats(self) -> TransferStats:
         """What has crossed the link so far."""
         return TransferStats()
 
-    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
-        """Start to load the rows of each table that the next page touches.
+    def prefetch(self, marks_A: Tensor, soon_A: Tensor | None = None) -> None:
+        """Start to load the rows that the next page touches.
 
-        Marks are bool. A cache evicts rows in the lookahead window, `soon_V`, last.
+        Marks are bool. A cache evicts rows in the lookahead window, `soon_A`, last.
         """
 
-    def page(self) -> Page:
+    def view(self) -> View:
         """Return the records of the rows that were prefetched last, in place."""
-        return self._whole_tables
+        return self._whole_table
 
     @functools.cached_property
-    def _whole_tables(self) -> Page:
-        inputs, outputs = self._tables
-        return Page(View(inputs.records_VR, None), View(outputs.records_VR, None))
+    def _whole_table(self) -> View:
+        return View(self._table.records_VR, None)
 
     def flush(self) -> None:
-        """Return when the tables hold all that was computed."""
+        """Return when the table holds all that was computed."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -77,14 +76,13 @@ class Paged(Engine):
 
     moves_rows = True
 
-    def __init__(self, link: Link, tables: Sequence[Table], device: torch.device):
-        super().__init__(tables)
+    def __init__(self, link: Link, table: Table, device: torch.device):
+        super().__init__(table)
         self._link = link
-        shape = len(tables), tables[0].rows
-        self._slot_of_TV = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._rows: list[Tensor] = []  # of the current page, by table
-        self._page: Page | None = None
-        self._marks_TV: Tensor | None = None  # of the next page
+        self._slot_of_A = torch.zeros(table.rows, dtype=torch.int32, device=device)
+        self._rows_U: Tensor | None = None  # of the current page
+        self._view: View | None = None
+        self._marks_A: Tensor | None = None  # of the next page
         self._rows_read = 0
         self._rows_written = 0
         self._waits = Waits()
@@ -94,43 +92,40 @@ class Paged(Engine):
         seconds = self._waits.seconds
         return TransferStats(self._rows_read, self._rows_read, self._rows_written, seconds)
 
-    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
+    def prefetch(self, marks_A: Tensor, soon_A: Tensor | None = None) -> None:
         """Remember the rows: some may be on the current page until it is done."""
-        self._marks_TV = marks_TV
+        self._marks_A = marks_A
 
-    def page(self) -> Page:
-        if self._marks_TV is not None:
-            with self._waits.counted(self._slot_of_TV.device):
+    def view(self) -> View:
+        if self._marks_A is not None:
+            with self._waits.counted(self._slot_of_A.device):
                 self._write_back()
-                self._read(self._marks_TV)
-            if self._marks_TV.is_cuda:
+                self._read(self._marks_A)
+            if self._marks_A.is_cuda:
                 # They are memory of the planning stream, which must not reuse it before they are
                 # read: `nonzero` returns when it knows the number of rows, not yet the rows.
-                self._marks_TV.record_stream(current_stream())
-            self._marks_TV = None
-        if self._page is None:
+                self._marks_A.record_stream(current_stream())
+            self._marks_A = None
+        if self._view is None:
             raise RuntimeError("no page was prefetched")
-        return self._page
+        return self._view
 
     def flush(self) -> None:
         self._write_back()
         super().flush()
 
-    def _read(self, marks_TV: Tensor) -> None:
-        self._rows = [torch.nonzero(marks_V).flatten() for marks_V in marks_TV]
-        views = []
-        for table, rows, slot_of_V in zip(self._tables, self._rows, self._slot_of_TV, strict=True):
-            shape = len(rows), table.width
-            records = torch.empty(shape, dtype=table.records_VR.dtype, device=rows.device)
-            self._link.read(table, rows, records)
-            slot_of_V[rows] = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-            views.append(View(records, slot_of_V))
-            self._rows_read += len(rows)
-        self._page = Page(*views)
+    def _read(self, marks_A: Tensor) -> None:
+        rows_U = torch.nonzero(marks_A).flatten()
+        shape = len(rows_U), self._table.width
+        records_UR = torch.empty(shape, dtype=self._table.dtype, device=rows_U.device)
+        self._link.read(self._table, rows_U, records_UR)
+        slots_U = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
+        self._slot_of_A[rows_U] = slots_U
+        self._rows_U = rows_U
+        self._view = View(records_UR, self._slot_of_A)
+        self._rows_read += len(rows_U)
 
     def _write_back(self) -> None:
-        if self._page is None:
-            return
-        for table, rows, view in zip(self._tables, self._rows, self._page, strict=True):
-            self._link.write(table, rows, view.records_SR)
-            self._rows_written += len(rows)
+        if self._rows_U is not None and self._view is not None:
+            self._link.write(self._table, self._rows_U, self._view.records_SR)
+            self._rows_written += len(self._rows_U)

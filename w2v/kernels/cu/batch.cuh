@@ -1,4 +1,5 @@
-// A batch of centers, and the context words and targets of each.
+// A batch of centers, and the rows of the context words and targets of each: row 2 w is the input
+// vector of word w, row 2 w + 1 the output vector of word or node w.
 //
 // Macros: WINDOW, the largest number of context words on either side; TARGETS that are words: the
 // center and its negatives, or 0; PATHS, 1 if the nodes of the center's path in a Huffman tree are
@@ -16,17 +17,17 @@ struct Batch {
     long long length, first, centers;
     const int *windows, *negatives;
     OPTIONAL const long long* path_begin;  // of each word; null without a tree, as those below
-    OPTIONAL const int* nodes;             // rows of the output table
+    OPTIONAL const int* nodes;
     OPTIONAL const unsigned char* codes;
 
-    // Return the word at window position o (offset -WINDOW..-1, 1..WINDOW); -1 if there is none.
+    // Return the row at window position o (offset -WINDOW..-1, 1..WINDOW); -1 if there is none.
     __device__ int context(long long center, int o) const {
         const int offset = o < WINDOW ? o - WINDOW : o - WINDOW + 1;
         const long long at = first + center, there = at + offset;
         if (abs(offset) > windows[center] || there < 0 || there >= length ||
             sentences[there] != sentences[at])
             return -1;
-        return words[there];
+        return 2 * words[there];
     }
 
     // Return whether the word at a position is a context word of any center. Inside the batch, and
@@ -51,14 +52,14 @@ struct Batch {
         return {begin, (int)(path_begin[word + 1] - begin)};
     }
 
-    // Return target t: the center, its negatives, then the nodes of its path; -1 for a negative
-    // that equals the center.
+    // Return the row of target t: the center, its negatives, then the nodes of its path; -1 for a
+    // negative that equals the center.
     __device__ int target(long long center, int t, Path path) const {
-        if (PATHS && t >= TARGETS) return nodes[path.begin + t - TARGETS];
+        if (PATHS && t >= TARGETS) return 2 * nodes[path.begin + t - TARGETS] + 1;
         const int word = words[first + center];
-        if (t == 0) return word;
+        if (t == 0) return 2 * word + 1;
         const int negative = negatives[center * (TARGETS - 1) + t - 1];
-        return negative == word ? -1 : negative;
+        return negative == word ? -1 : 2 * negative + 1;
     }
 
     // Return the label of target t: 1 for the center and where a path takes branch 0. Any t.
@@ -69,7 +70,7 @@ struct Batch {
 
     // Return the row of a target that always counts.
     __device__ int sure_target(long long center, Path path) const {
-        return TARGETS ? words[first + center] : target(center, 0, path);
+        return TARGETS ? 2 * words[first + center] + 1 : target(center, 0, path);
     }
 
     // Every window has size 1 or more, so one neighbour in the same sentence is enough.

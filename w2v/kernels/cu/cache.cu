@@ -1,7 +1,7 @@
 // Plan the moves of a cache of GPU rows, on the GPU: which rows are loaded into which slots, and
 // which are evicted for them.
 //
-// The rows of all tables stand in one order: by falling frequency, or by number where uses are
+// The rows stand in one order: by falling frequency, or by number where uses are
 // counted. A row's state is one bit at its position in that order. A warp handles a stretch of 32
 // words of 32 bits, one word per lane.
 //
@@ -99,8 +99,7 @@ __device__ unsigned count_uses(
 // unplaced are placed.
 struct Wanted {
     OPTIONAL const bool* marks;      // whether each row is wanted
-    OPTIONAL const bool* used_soon;  // whether each row of a table is used soon
-    int rows;                        // of a table
+    OPTIONAL const bool* used_soon;  // whether each row is used soon
     OPTIONAL unsigned* uses;         // see count_uses, as for halve
     bool is_counted;                 // whether the wanted rows have been used
     bool halve;
@@ -146,7 +145,7 @@ extern "C" __global__ void survey(
                 const int row = position < count ? row_at(order, position) : -1;
                 const unsigned marked = __ballot_sync(ALL, row >= 0 && marks[row]);
                 const unsigned marked_soon =
-                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % page.rows]);
+                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row]);
                 if (w == lane_id()) {
                     bits = marked;
                     soon_bits = marked_soon;

@@ -37,10 +37,10 @@ __device__ Element to_element(float value, unsigned random) {
 #endif
 }
 
-// `View` of batch.py: the records of a table, row_width elements apart.
+// `View` of batch.py: the records of rows, row_width elements apart.
 struct View {
     Element* records_SR;
-    OPTIONAL const int* slot_of_V;  // null if row r is record r
+    OPTIONAL const int* slot_of_A;  // null if row r is record r
 };
 
 // N adjacent elements; pack i starts at element i * N of an array.

@@ -5,12 +5,12 @@
 //
 // Macros:
 //   DIM                     dimensions
-//   WINDOW, TARGETS, PATHS  see cuh
+//   WINDOW, TARGETS, PATHS  see batch.cuh
 //   ELEMENT                 of the records, see element.cuh
 //   COUNTED                 1 to count the pairs of each row
 //   CBOW                    1 for CBOW, 0 for skip-gram
 //   MEAN                    1 if CBOW predicts from the mean of the context rows, 0 from their sum
-//   RANKS                   number of ranks; row r belongs to rank r % RANKS; 1: all rows are here
+//   RANKS                   number of ranks that own the rows; 1: all rows are here
 //   WEIGHTED                W if pairs of skip-gram at distance d weigh (W + 1 - d) / W, 0 if 1
 
 #include "batch.cuh"
@@ -29,19 +29,19 @@ constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELE
 constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
 
 struct Borrowed {
-    // Where copies of other ranks' weights begin, in elements from a table's first record.
-    long long inputs, outputs;
-    int me;  // this rank
+    long long begin;  // where copies of other ranks' weights begin, in elements from `records_SR`
+    int me;           // this rank
 };
 
 // Return where the record of a row begins, in elements from the first record. Of a row of another
-// rank (not `me`) there is a copy of its weight: copies begin at `borrowed`, in order of index.
+// rank there is a copy of its weight, in order of index.
 __device__ long long record_at(
-    int row, const View& view, const TableGrads& grads, long long row_width, long long borrowed,
-    int me) {
-    if (RANKS > 1 && row % RANKS != me) return borrowed + (long long)grads.index_V[row] * DIM;
-    const int own = row / RANKS;
-    return (view.slot_of_V ? view.slot_of_V[own] : own) * row_width;
+    int row, const View& view, const RowGrads& rows, long long row_width,
+    const Borrowed& borrowed) {
+    if (RANKS > 1 && owner_of(row, RANKS) != borrowed.me)
+        return borrowed.begin + (long long)rows.index_A[row] * DIM;
+    const int own = RANKS > 1 ? row_of_owner(row, RANKS) : row;
+    return (view.slot_of_A ? view.slot_of_A[own] : own) * row_width;
 }
 
 struct SharedRow {  // a row in shared memory
@@ -170,7 +170,7 @@ __device__ void add_sums(
 #define HOT (HOT_FITTING > 7 ? 7 : HOT_FITTING)
 
 __shared__ SharedRow hot_sums[WARPS][HOT ? HOT : 1];
-__shared__ unsigned hot_touched;  // bit n: row root - n
+__shared__ unsigned hot_touched;  // bit n: row root - 2 n, of the n-th node before the root
 
 struct HotRows {
     int root;
@@ -186,8 +186,8 @@ struct HotRows {
 
     // Add to a row, if it is one of these.
     __device__ bool add(const Row& grad, int row, int lane) {
-        const int n = root - row;
-        if (!HOT || n < 0 || n >= HOT) return false;
+        const int n = (root - row) / 2;
+        if (!HOT || row > root || n >= HOT) return false;
         SharedRow& shared = hot_sums[threadIdx.x / 32][n];
         Row sum = grad;
         if (touched >> n & 1) sum.add(shared, lane);
@@ -209,7 +209,7 @@ struct HotRows {
             if (!(hot_touched >> n & 1)) continue;
             Row sum = {};
             for (int w = 0; w < WARPS; w++) sum.add(hot_sums[w][n], lane);
-            sum.add_to(grads + (long long)index[root - n] * DIM, lane);
+            sum.add_to(grads + (long long)index[root - 2 * n] * DIM, lane);
         }
     }
 };
@@ -221,13 +221,10 @@ struct HotRows {
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
 extern "C" __global__ void skipgram(
-    View inputs, TableGrads input_grads, View outputs, TableGrads output_grads,
-    long long row_width, Borrowed borrowed, Batch batch, double* loss, long long* pairs) {
-    const auto input_at = [&](int row) {
-        return record_at(row, inputs, input_grads, row_width, borrowed.inputs, borrowed.me);
-    };
-    const auto output_at = [&](int row) {
-        return record_at(row, outputs, output_grads, row_width, borrowed.outputs, borrowed.me);
+    View view, RowGrads rows, long long row_width, Borrowed borrowed, Batch batch, double* loss,
+    long long* pairs) {
+    const auto record_of = [&](int row) {
+        return record_at(row, view, rows, row_width, borrowed);
     };
     const int lane = threadIdx.x % 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
@@ -247,12 +244,12 @@ extern "C" __global__ void skipgram(
             const bool has_target = start + lane < targets_here && lane < GROUP;
             const int target_row = has_target ? batch.target(center, start + lane, path) : -1;
             const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
-            const long long my_record = output_at(read_row);
-            const long long my_index = target_row < 0 ? -1 : output_grads.index_V[target_row];
+            const long long my_record = record_of(read_row);
+            const long long my_index = target_row < 0 ? -1 : rows.index_A[target_row];
             Row target[TAKEN], grad_target[TAKEN] = {};
 #pragma unroll
             for (int t = 0; t < TAKEN; t++)
-                target[t].load(outputs.records_SR + __shfl_sync(ALL, my_record, t), lane);
+                target[t].load(view.records_SR + __shfl_sync(ALL, my_record, t), lane);
             const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
             const int targets = COUNTED ? __popc(__ballot_sync(ALL, my_index >= 0)) : 0;
             int contexts = 0;
@@ -261,16 +258,16 @@ extern "C" __global__ void skipgram(
             // The lanes look up 32 context words at once; the warp then takes one after another.
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
-                const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
-                const long long word_record = word < 0 ? 0 : input_at(word);
-                const long long word_index = word < 0 ? 0 : input_grads.index_V[word];
-                lane_pairs += start == 0 && word >= 0;
-                if (COUNTED) contexts += __popc(__ballot_sync(ALL, word >= 0));
-                if (COUNTED && word >= 0) atomicAdd(input_grads.pairs_U + word_index, targets);
-                for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
+                const int context_row = o < 2 * WINDOW ? batch.context(center, o) : -1;
+                const long long context_record = context_row < 0 ? 0 : record_of(context_row);
+                const long long context_index = context_row < 0 ? 0 : rows.index_A[context_row];
+                lane_pairs += start == 0 && context_row >= 0;
+                if (COUNTED) contexts += __popc(__ballot_sync(ALL, context_row >= 0));
+                if (COUNTED && context_row >= 0) atomicAdd(rows.pairs_U + context_index, targets);
+                for (unsigned left = __ballot_sync(ALL, context_row >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
                     Row context, grad_context = {};
-                    context.load(inputs.records_SR + __shfl_sync(ALL, word_record, source), lane);
+                    context.load(view.records_SR + __shfl_sync(ALL, context_record, source), lane);
                     float dots[GROUP];
 #pragma unroll
                     for (int t = 0; t < GROUP; t++)
@@ -289,8 +286,8 @@ extern "C" __global__ void skipgram(
                         grad_context.add_scaled(target[t], scale);
                         grad_target[t].add_scaled(context, scale);
                     }
-                    const long long index = __shfl_sync(ALL, word_index, source);
-                    grad_context.add_to(input_grads.grad_UD + index * DIM, lane);
+                    const long long index = __shfl_sync(ALL, context_index, source);
+                    grad_context.add_to(rows.grad_UD + index * DIM, lane);
                 }
             }
 #pragma unroll
@@ -298,13 +295,13 @@ extern "C" __global__ void skipgram(
                 const long long index = __shfl_sync(ALL, my_index, t);
                 const int row = PATHS ? __shfl_sync(ALL, target_row, t) : 0;
                 if (index >= 0 && !hot.add(grad_target[t], row, lane))
-                    grad_target[t].add_to(output_grads.grad_UD + index * DIM, lane);
+                    grad_target[t].add_to(rows.grad_UD + index * DIM, lane);
             }
-            if (COUNTED && my_index >= 0) atomicAdd(output_grads.pairs_U + my_index, contexts);
+            if (COUNTED && my_index >= 0) atomicAdd(rows.pairs_U + my_index, contexts);
         }
     }
 
-    hot.flush(output_grads.index_V, output_grads.grad_UD, lane);
+    hot.flush(rows.index_A, rows.grad_UD, lane);
     add_sums(lane_loss, lane_pairs, lane, loss, pairs);
 }
 #else
@@ -318,13 +315,10 @@ constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loa
 // Add the loss, the number of centers with context words, and the gradients of the unique rows; if
 // COUNTED, also the number of pairs that each gradient sums.
 extern "C" __global__ void cbow(
-    View inputs, TableGrads input_grads, View outputs, TableGrads output_grads,
-    long long row_width, Borrowed borrowed, Batch batch, double* loss, long long* pairs) {
-    const auto input_at = [&](int row) {
-        return record_at(row, inputs, input_grads, row_width, borrowed.inputs, borrowed.me);
-    };
-    const auto output_at = [&](int row) {
-        return record_at(row, outputs, output_grads, row_width, borrowed.outputs, borrowed.me);
+    View view, RowGrads rows, long long row_width, Borrowed borrowed, Batch batch, double* loss,
+    long long* pairs) {
+    const auto record_of = [&](int row) {
+        return record_at(row, view, rows, row_width, borrowed);
     };
     HotRows hot(batch);
     __shared__ SharedRow grad_of[TILE];  // what the context words of each center get
@@ -351,11 +345,11 @@ extern "C" __global__ void cbow(
                 const bool has_target = start + lane < targets_here && lane < GROUP;
                 target_row = has_target ? batch.target(center, start + lane, path) : -1;
                 const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
-                const long long my_record = output_at(read_row);
-                my_index = target_row < 0 ? -1 : output_grads.index_V[target_row];
+                const long long my_record = record_of(read_row);
+                my_index = target_row < 0 ? -1 : rows.index_A[target_row];
 #pragma unroll
                 for (int t = 0; t < TAKEN; t++)
-                    target[t].load(outputs.records_SR + __shfl_sync(ALL, my_record, t), lane);
+                    target[t].load(view.records_SR + __shfl_sync(ALL, my_record, t), lane);
             };
             load_targets(0);  // before the context rows, so that all are on their way together
 
@@ -363,17 +357,17 @@ extern "C" __global__ void cbow(
             int contexts = 0;
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
-                const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
-                const long long word_record = word < 0 ? 0 : input_at(word);
-                unsigned left = __ballot_sync(ALL, word >= 0);
+                const int context_row = o < 2 * WINDOW ? batch.context(center, o) : -1;
+                const long long context_record = context_row < 0 ? 0 : record_of(context_row);
+                unsigned left = __ballot_sync(ALL, context_row >= 0);
                 contexts += __popc(left);
                 while (left) {
                     Row row[AT_ONCE] = {};
 #pragma unroll
                     for (int r = 0; r < AT_ONCE; r++) {
                         if (!left) continue;
-                        const long long record = __shfl_sync(ALL, word_record, __ffs(left) - 1);
-                        row[r].load(inputs.records_SR + record, lane);
+                        const long long record = __shfl_sync(ALL, context_record, __ffs(left) - 1);
+                        row[r].load(view.records_SR + record, lane);
                         left &= left - 1;
                     }
 #pragma unroll
@@ -403,10 +397,10 @@ extern "C" __global__ void cbow(
                     Row grad_target = predicting;
                     grad_target.scale(scale);
                     if (!hot.add(grad_target, row, lane))
-                        grad_target.add_to(output_grads.grad_UD + index * DIM, lane);
+                        grad_target.add_to(rows.grad_UD + index * DIM, lane);
                 }
                 if (COUNTED) counted += __popc(__ballot_sync(ALL, my_index >= 0));
-                if (COUNTED && my_index >= 0) atomicAdd(output_grads.pairs_U + my_index, 1);
+                if (COUNTED && my_index >= 0) atomicAdd(rows.pairs_U + my_index, 1);
                 start += GROUP;
                 if (start >= targets_here) break;
                 load_targets(start);
@@ -429,7 +423,7 @@ extern "C" __global__ void cbow(
             const long long my_at = base + lane * WARPS;
             const int my_sentence = my_at < end ? batch.sentences[my_at] : 0;
             const long long my_index =
-                my_at < end ? input_grads.index_V[batch.words[my_at]] : -1;
+                my_at < end ? rows.index_A[2 * batch.words[my_at]] : -1;
             for (int source = 0; source < 32; source++) {
                 const long long at = base + source * WARPS;
                 if (at >= end) break;
@@ -441,15 +435,15 @@ extern "C" __global__ void cbow(
                 unsigned left = __ballot_sync(ALL, is_context);
                 if (!left) continue;
                 if (COUNTED && is_context)
-                    atomicAdd(input_grads.pairs_U + index, targets_of[lane]);
+                    atomicAdd(rows.pairs_U + index, targets_of[lane]);
                 Row grad = {};
                 for (; left; left &= left - 1) grad.add(grad_of[__ffs(left) - 1], lane);
-                grad.add_to(input_grads.grad_UD + index * DIM, lane);
+                grad.add_to(rows.grad_UD + index * DIM, lane);
             }
         }
         __syncthreads();  // before the next tile's gradients take the place of these
     }
-    hot.flush(output_grads.index_V, output_grads.grad_UD, lane);
+    hot.flush(rows.index_A, rows.grad_UD, lane);
     add_sums(lane_loss, lane_pairs, lane, loss, pairs);
 }
 #endif

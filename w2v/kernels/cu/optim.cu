@@ -83,73 +83,54 @@ __device__ unsigned long long rounding(
     return splitmix64(row * (row_width / 4) + first / 4, seed) >> 16 * (first % 4);
 }
 
-struct Table {
-    View view;
-    TableGrads grads;         // of its unique rows
-    int* places;              // of the gradients of all ranks
-    unsigned long long seed;  // mixed, for the rounding to bfloat16
-};
-
-// Step the unique rows of both tables in place, zero their gradients and reset their indices to -1.
+// Step the unique rows in place, zero their gradients and reset their indices to -1.
 // One warp steps a row. A record holds dim weights, dim numbers for each state, and the row's own
 // count of steps at step_column, unless that is negative.
 //
 // stepped: grows by the number of rows. cap: if not 0, a gradient that sums more pairs is scaled
 // down to the mean of `cap` of them.
 // lr: of this step, in place of that of `hyper`.
-// places: with RANKS = 0, gradients are those of the table.
+// places: with RANKS = 0, gradients are those of `rows`.
+// seed: mixed, for the rounding to bfloat16.
 // fault: 0 as long as all is finite. A loss that is not finite sets it to this_step + 1; a number
-// that the record cannot hold to this_step + bit in the input table, + 2 * bit in the output table.
+// that the record cannot hold to this_step + bit in an even row, + 2 * bit in an odd one.
 // From then on no weight or state is written.
-// done: unless it is null, counts become 0; 0 before and after.
+// done: unless it is null, the count of rows becomes 0; 0 before and after.
 // The bounds keep 32 warps in flight, with peers too: they wait for memory most of the time.
 extern "C" __global__ void __launch_bounds__(256, 4) step(
-    View inputs, TableGrads input_grads, View outputs, TableGrads output_grads,
-    long long row_width, int dim, int step_column, int cap, Hyper hyper, Places places,
-    long long* stepped, unsigned long long* fault, long long bit, OPTIONAL unsigned* done,
-    float lr, float table_step, unsigned long long seed_in, unsigned long long seed_out,
+    View view, RowGrads rows, long long row_width, int dim, int step_column, int cap, Hyper hyper,
+    Places places, long long* stepped, unsigned long long* fault, long long bit,
+    OPTIONAL unsigned* done, float lr, float table_step, unsigned long long seed,
     const double* loss, long long this_step) {
     hyper.lr = lr;
-    const Table in = {inputs, input_grads, places.places_in, seed_in};
-    const Table out = {outputs, output_grads, places.places_out, seed_out};
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
     const int lane = lane_id(), packs = dim / WIDE;
-    const long long count_in = *input_grads.row_count, stride = warps();
-    const long long count = count_in + *output_grads.row_count;
+    const long long count = *rows.row_count, stride = warps();
     if (blockIdx.x + threadIdx.x == 0) *stepped += count;
-    for (long long item = warp_id(); item < count; item += stride) {
-        const bool output = item >= count_in;
-        const Table table = output ? out : in;
-        const long long n = output ? item - count_in : item;
-        const int row = table.grads.rows_U[n];
-        const int slot = table.view.slot_of_V ? table.view.slot_of_V[row] : row;
-        Element* record = table.view.records_SR + slot * row_width;
+    for (long long n = warp_id(); n < count; n += stride) {
+        const int row = rows.rows_U[n];
+        const int slot = view.slot_of_A ? view.slot_of_A[row] : row;
+        Element* record = view.records_SR + slot * row_width;
         Bias bias;
         bias.step = table_step;
         if (step_column >= 0) bias.step = Pack<1>::load(record, step_column).at[0] + 1;
         bias.first = -expm1f(bias.step * hyper.log_beta1);  // 1 for beta1 = 0
         bias.second = -expm1f(bias.step * hyper.log_beta2);
-        int pairs = cap && !RANKS ? table.grads.pairs_U[n] : 0;
-        const auto pairs_of = [&](int rank) {
-            return output ? places.peers[rank].pairs_out : places.peers[rank].pairs_in;
-        };
+        int pairs = cap && !RANKS ? rows.pairs_U[n] : 0;
         int place[RANKS + 1];
 #pragma unroll
         for (int rank = 0; rank < RANKS; rank++) {
-            place[rank] = table.places[rank * places.room + n];
-            if (cap && place[rank] >= 0)
-                pairs += pairs_of(rank)[place[rank]];
+            place[rank] = places.places[rank * places.room + n];
+            if (cap && place[rank] >= 0) pairs += places.peers[rank].pairs[place[rank]];
         }
         const float scale = pairs > cap ? (float)cap / pairs : 1;
         const auto grads_of = [&](int rank) {
-            const Peer& peer = places.peers[rank];
-            float* grads = output ? peer.grads_out : peer.grads_in;
-            return (Floats<WIDE>*)(grads + (long long)place[rank] * dim);
+            return (Floats<WIDE>*)(places.peers[rank].grads + (long long)place[rank] * dim);
         };
         for (int i = lane; i < packs; i += 32) {
             Floats<WIDE> grad = {};
-            Floats<WIDE>* grads = (Floats<WIDE>*)(table.grads.grad_UD + n * dim) + i;
+            Floats<WIDE>* grads = (Floats<WIDE>*)(rows.grad_UD + n * dim) + i;
             if (!RANKS) grad = *grads;
 #pragma unroll
             for (int rank = 0; rank < RANKS; rank++) {
@@ -172,12 +153,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
             for (int f = 0; f <= STATES; f++)
                 for (int w = 0; w < WIDE; w++)
                     finite &= fabsf(field[f].at[w]) <= LARGEST;  // false for NaN too
-            if (sound && !finite) atomicCAS(fault, 0, this_step + (bit << output));
+            if (sound && !finite) atomicCAS(fault, 0, this_step + (bit << row % 2));
 #pragma unroll
             for (int f = 0; f <= STATES; f++)
                 if (sound && finite) {
                     const int at = f * packs + i;
-                    field[f].store(record, at, rounding(row, row_width, at, table.seed));
+                    field[f].store(record, at, rounding(row, row_width, at, seed));
                 }
             // After the loads, which would wait for this write: 59 against 179 us for 50,700 rows.
             if (!RANKS) *grads = {};
@@ -187,15 +168,14 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
         }
         __syncwarp();
         if (lane == 0) {
-            if (table.grads.index_V) table.grads.index_V[row] = -1;
-            if (cap && !RANKS) table.grads.pairs_U[n] = 0;
+            if (rows.index_A) rows.index_A[row] = -1;
+            if (cap && !RANKS) rows.pairs_U[n] = 0;
             for (int rank = 0; rank < RANKS; rank++) {
-                if (cap && place[rank] >= 0) pairs_of(rank)[place[rank]] = 0;
-                table.places[rank * places.room + n] = -1;
+                if (cap && place[rank] >= 0) places.peers[rank].pairs[place[rank]] = 0;
+                places.places[rank * places.room + n] = -1;
             }
             if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);
         }
     }
-    if (done && is_last_block(done) && threadIdx.x == 0)
-        *input_grads.row_count = *output_grads.row_count = *done = 0;
+    if (done && is_last_block(done) && threadIdx.x == 0) *rows.row_count = *done = 0;
 }

@@ -65,13 +65,7 @@ extern "C" __global__ void copy_repeated(
     });
 }
 
-// Return the record of a row, counted through all tables of `rows` rows each.
-__device__ float4* record_of(
-    float4* const* tables, long long rows, long long stride, long long row) {
-    return tables[row / rows] + row % rows * stride;
-}
-
-struct Moves {  // of cuda_cache.py: rows of all tables, see `list` of cache.cu
+struct Moves {  // of cuda_cache.py, see `list` of cache.cu
     const int *loaded, *evicted, *slots;
     const long long* plan;
 };
@@ -81,16 +75,15 @@ struct Moves {  // of cuda_cache.py: rows of all tables, see `list` of cache.cu
 // reads and writes keep pace, which gets more of the link than one kernel for each.
 // slot_of: the slot of each row, `none` if it is not cached; may be null.
 extern "C" __global__ void exchange(
-    float4* const* tables, long long rows, long long stride, float4* records, int width,
-    Moves moves, OPTIONAL int* slot_of, int none) {
+    HOST STRIDED float4* table, long long stride, float4* records, int width, Moves moves,
+    OPTIONAL int* slot_of, int none) {
     const long long into_empty = moves.plan[1];
     each_warp(moves.plan[0], [&](long long n) {
         const int loaded = moves.loaded[n], at = moves.slots[n];
         const int evicted = n < into_empty ? 0 : moves.evicted[n - into_empty];
         float4* slot = records + (long long)at * width;
-        float4* back = n < into_empty ? nullptr : record_of(tables, rows, stride, evicted);
-        float4* from = record_of(tables, rows, stride, loaded);
-        copy_records(from, slot, back ? slot : nullptr, back, width);
+        float4* back = n < into_empty ? nullptr : table + evicted * stride;
+        copy_records(table + loaded * stride, slot, back ? slot : nullptr, back, width);
         if (slot_of && lane_id() == 0) {
             if (back) slot_of[evicted] = none;
             slot_of[loaded] = at;

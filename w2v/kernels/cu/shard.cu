@@ -1,8 +1,8 @@
 // All-to-all of rows between ranks: requests for rows go to the ranks that own them, weights come
 // back, and gradients go to the owners.
 //
-// Row v belongs to rank v % RANKS, as row v / RANKS of its shard. A request names a row by an id:
-// its row in the owner's shard, plus `stride` for the output table; no shard is longer than that.
+// Both rows of a word belong to one rank (unique.cuh). A request names a row by an id: its number at
+// the owner.
 //
 // What a rank requests of another for a batch begins with a header of HEADER_ROWS ids below zero.
 // The first is ~n, where n is the number of ids, header included, of the same request one page
@@ -29,25 +29,6 @@ __device__ void each_rank(Visit visit) {
     for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) visit(rank);
 }
 
-// The unique rows of a batch (unique.cu), those of the input table first.
-struct Unique {
-    const int *rows_in, *rows_out;
-    long long inputs, outputs;
-
-    __device__ Unique(
-        const int* rows_in, const int* rows_out, const unsigned long long* count_in,
-        const unsigned long long* count_out)
-        : rows_in(rows_in), rows_out(rows_out), inputs(*count_in), outputs(*count_out) {}
-    __device__ Unique(const TableGrads& inputs, const TableGrads& outputs)
-        : Unique(inputs.rows_U, outputs.rows_U, inputs.row_count, outputs.row_count) {}
-
-    __device__ long long total() const { return inputs + outputs; }
-    __device__ bool is_output(long long n) const { return n >= inputs; }
-    __device__ int row(long long n) const {
-        return is_output(n) ? rows_out[n - inputs] : rows_in[n];
-    }
-};
-
 struct IdsByRank {  // of batch.py
     int* ids_M;
     const int* count_N;  // of each rank
@@ -59,24 +40,25 @@ struct Counts {  // of batch.py
 };
 
 // Count the ids to send to each rank, header included. sent: zeros before.
-extern "C" __global__ void count_owners(TableGrads inputs, TableGrads outputs, int* sent) {
+extern "C" __global__ void count_owners(RowGrads rows, int* sent) {
     __shared__ int here[RANKS];  // counts of this block
     each_rank([&](int rank) { here[rank] = blockIdx.x ? 0 : HEADER_ROWS; });
     __syncthreads();
-    const Unique unique(inputs, outputs);
-    each_thread(unique.total(), [&](long long n) { atomicAdd(here + unique.row(n) % RANKS, 1); });
+    each_thread(*rows.row_count, [&](long long n) {
+        atomicAdd(here + owner_of(rows.rows_U[n], RANKS), 1);
+    });
     __syncthreads();
     each_rank([&](int rank) { if (here[rank]) atomicAdd(sent + rank, here[rank]); });
 }
 
 // Group the unique rows by owner, behind a header each, and reset their indices to -1.
 //
-// rows: the row, plus rows_all in the output table; -1 in headers. ids: as the owner knows the row.
+// listed_rows: the rows; -1 in headers. ids: as the owner knows the row.
 // sent: from count_owners. listed: zeros before; ids listed so far for each rank.
 // before: of the batch one page before, whose headers get the counts `sent`.
 extern "C" __global__ void group_by_owner(
-    TableGrads inputs, TableGrads outputs, long long rows_all, int stride, const int* sent,
-    int* listed, long long* rows, int* ids, IdsByRank before) {
+    RowGrads rows, const int* sent, int* listed, long long* listed_rows, int* ids,
+    IdsByRank before) {
     __shared__ int begin[RANKS];  // of each rank's ids
     __shared__ int here[RANKS];   // this block's ids of each rank: their number, then where they go
     if (threadIdx.x == 0)
@@ -84,30 +66,30 @@ extern "C" __global__ void group_by_owner(
     __syncthreads();
     if (blockIdx.x == 0)
         each_rank([&](int rank) {
-            for (int n = begin[rank]; n < begin[rank] + HEADER_ROWS; n++) rows[n] = ids[n] = -1;
+            for (int n = begin[rank]; n < begin[rank] + HEADER_ROWS; n++)
+                listed_rows[n] = ids[n] = -1;
             before.ids_M[begin_of(rank, before.count_N)] = ~sent[rank];
         });
-    const Unique unique(inputs, outputs);
-    for (long long first = (long long)blockIdx.x * blockDim.x; first < unique.total();
+    const long long count = *rows.row_count;
+    for (long long first = (long long)blockIdx.x * blockDim.x; first < count;
          first += (long long)gridDim.x * blockDim.x) {
         // The block counts its rows per owner, reserves room for them and then writes them.
         each_rank([&](int rank) { here[rank] = 0; });
         __syncthreads();
         const long long n = first + threadIdx.x;
-        const int row = n < unique.total() ? unique.row(n) : 0, owner = row % RANKS;
-        const int place = n < unique.total() ? atomicAdd(here + owner, 1) : 0;
+        const int row = n < count ? rows.rows_U[n] : 0, owner = owner_of(row, RANKS);
+        const int place = n < count ? atomicAdd(here + owner, 1) : 0;
         __syncthreads();
         each_rank([&](int rank) {
             if (!here[rank]) return;
             here[rank] = begin[rank] + HEADER_ROWS + atomicAdd(listed + rank, here[rank]);
         });
         __syncthreads();
-        if (n < unique.total()) {
-            const bool output = unique.is_output(n);
+        if (n < count) {
             const int at = here[owner] + place;
-            rows[at] = output ? rows_all + row : row;
-            ids[at] = row / RANKS + (output ? stride : 0);
-            (output ? outputs : inputs).index_V[row] = -1;
+            listed_rows[at] = row;
+            ids[at] = row_of_owner(row, RANKS);
+            rows.index_A[row] = -1;
         }
         __syncthreads();
     }
@@ -141,11 +123,8 @@ extern "C" __global__ void index_borrowed(
 struct RequestedIds {
     const int* ids;
     long long length;
-    int stride;
 
     __device__ bool is_header(long long n) const { return ids[n] < 0; }
-    __device__ bool is_output(long long n) const { return ids[n] >= stride; }
-    __device__ int row(long long n) const { return is_output(n) ? ids[n] - stride : ids[n]; }
 };
 
 // Read from the headers how many ids each rank will send for the batch one page later.
@@ -162,34 +141,26 @@ extern "C" __global__ void read_counts(
 }
 
 // Mark the requested rows.
-extern "C" __global__ void mark_requested(
-    RequestedIds requests, bool* input_marks, bool* output_marks) {
+extern "C" __global__ void mark_requested(RequestedIds requests, bool* marks) {
     each_thread(requests.length, [&](long long n) {
-        if (!requests.is_header(n))
-            (requests.is_output(n) ? output_marks : input_marks)[requests.row(n)] = true;
+        if (!requests.is_header(n)) marks[requests.ids[n]] = true;
     });
 }
 
 // List the unique requested rows.
-extern "C" __global__ void own(RequestedIds requests, TableGrads inputs, TableGrads outputs) {
+extern "C" __global__ void own(RequestedIds requests, RowGrads rows) {
     each_thread(requests.length, [&](long long n) {
-        if (requests.is_header(n)) return;
-        if (requests.is_output(n)) outputs.add(requests.row(n));
-        else inputs.add(requests.row(n));
+        if (!requests.is_header(n)) rows.add(requests.ids[n]);
     });
 }
 
 // Copy the weights of all requested rows, the first `dim` elements of each record.
 extern "C" __global__ void gather_weights(
-    RequestedIds requests, View inputs, View outputs, long long row_width, int dim,
-    Element* weights) {
+    RequestedIds requests, View view, long long row_width, int dim, Element* weights) {
     each_warp(requests.length, [&](long long n) {
         if (requests.is_header(n)) return;
-        const bool output = requests.is_output(n);
         copy_weight(
-            output ? outputs.records_SR : inputs.records_SR,
-            output ? outputs.slot_of_V : inputs.slot_of_V, requests.row(n), row_width, dim, weights,
-            n);
+            view.records_SR, view.slot_of_A, requests.ids[n], row_width, dim, weights, n);
     });
 }
 
@@ -240,18 +211,16 @@ __device__ void add_facts(
 // grad_pairs is null.
 extern "C" __global__ void collect(
     RequestedIds requests, const int* received, const float* grads,
-    OPTIONAL const int* grad_pairs, TableGrads inputs, TableGrads outputs, int dim, double* loss,
-    long long* pairs, long long* fault) {
+    OPTIONAL const int* grad_pairs, RowGrads rows, int dim, double* loss, long long* pairs,
+    long long* fault) {
     if (blockIdx.x + threadIdx.x == 0)
         add_facts(
             [&](int rank) { return grads + begin_of(rank, received) * dim; }, loss, pairs, fault);
     each_warp(requests.length, [&](long long n) {
         if (requests.is_header(n)) return;
-        const bool output = requests.is_output(n);
-        const TableGrads sums = output ? outputs : inputs;
-        const long long index = sums.index_V[requests.row(n)];
+        const long long index = rows.index_A[requests.ids[n]];
         const float* from = grads + n * dim;
-        float* to = sums.grad_UD + index * dim;
+        float* to = rows.grad_UD + index * dim;
         const int lane = lane_id();
 #if WIDE == 4 && __CUDA_ARCH__ >= 900
         for (int i = lane; i < dim / 4; i += 32)
@@ -259,7 +228,7 @@ extern "C" __global__ void collect(
 #else
         for (int i = lane; i < dim; i += 32) atomicAdd(to + i, from[i]);
 #endif
-        if (lane == 0 && grad_pairs) atomicAdd(sums.pairs_U + index, grad_pairs[n]);
+        if (lane == 0 && grad_pairs) atomicAdd(rows.pairs_U + index, grad_pairs[n]);
     });
 }
 
@@ -290,41 +259,28 @@ extern "C" __global__ void meet_to_plan(const Peer* peers, int me, int turn) {
 
 // Mark the rows of this rank that any rank has marked.
 //
-// page: which of the marks; rows_each: length of a rank's marks of a table; rows: of this rank.
+// page: which of the marks; rows_each: length of a rank's marks; rows: of this rank.
 extern "C" __global__ void gather_marks(
-    const Peer* peers, int me, int page, long long rows_each, long long rows, bool* marks_in,
-    bool* marks_out) {
+    const Peer* peers, int me, int page, long long rows_each, long long rows, bool* marks) {
     each_thread(rows, [&](long long n) {
-        bool input = false, output = false;
-        for (int rank = 0; rank < RANKS; rank++) {
-            const bool* marks = peers[rank].marks + (page * RANKS + me) * 2 * rows_each + n;
-            input |= marks[0];
-            output |= marks[rows_each];
-        }
-        marks_in[n] = input;
-        marks_out[n] = output;
+        bool marked = false;
+        for (int rank = 0; rank < RANKS; rank++)
+            marked |= peers[rank].marks[(page * RANKS + me) * rows_each + n];
+        marks[n] = marked;
     });
-}
-
-// Return the rows that a rank has listed of batch `slot`, at most so many of each table.
-__device__ Unique listed_by(const Peer& rank, long long most_in, long long most_out, int slot) {
-    const unsigned long long* counts = rank.counts + 2 * slot;
-    return {rank.rows_in + slot * most_in, rank.rows_out + slot * most_out, counts, counts + 1};
 }
 
 // Reset the indices of listed rows to -1, and mark the rows by rank unless `marks` is null.
 //
-// marks: of both tables of the first rank, rows_each long, then of the next. next_counts: of the
-// list that is made next, become 0.
+// marks: of the first rank, rows_each long, then of the next. next_count: of the list that is made
+// next, becomes 0.
 extern "C" __global__ void mark_listed(
-    TableGrads inputs, TableGrads outputs, unsigned long long* next_counts, long long rows_each,
-    OPTIONAL bool* marks) {
-    if (thread_id() < 2) next_counts[thread_id()] = 0;
-    const Unique unique(inputs, outputs);
-    each_thread(unique.total(), [&](long long n) {
-        const int row = unique.row(n), output = unique.is_output(n);
-        (output ? outputs : inputs).index_V[row] = -1;
-        if (marks) marks[(row % RANKS * 2 + output) * rows_each + row / RANKS] = true;
+    RowGrads rows, unsigned long long* next_count, long long rows_each, OPTIONAL bool* marks) {
+    if (thread_id() == 0) *next_count = 0;
+    each_thread(*rows.row_count, [&](long long n) {
+        const int row = rows.rows_U[n];
+        rows.index_A[row] = -1;
+        if (marks) marks[owner_of(row, RANKS) * rows_each + row_of_owner(row, RANKS)] = true;
     });
 }
 
@@ -332,48 +288,39 @@ extern "C" __global__ void mark_listed(
 // weights of those of other ranks. List the rows of this rank that any rank has listed, with the
 // places of their gradients, -1 before.
 //
-// borrowed: grows by the number of rows of other ranks.
+// most: rows that a list has room for; slot: of the list. borrowed: grows by the number of rows of
+// other ranks.
 extern "C" __global__ void borrow_from_peers(
-    int* index_in, int* index_out, Element* weights_in, Element* weights_out, long long row_width,
-    int dim, TableGrads own_in, TableGrads own_out, unsigned long long* borrowed, Places places,
-    int me, long long most_in, long long most_out, int slot, int turn) {
+    int* index, Element* weights, long long row_width, int dim, RowGrads own,
+    unsigned long long* borrowed, Places places, int me, long long most, int slot, int turn) {
     const Peer* peers = places.peers;
     constexpr int TOGETHER = 8;  // rows that a warp looks at
     __shared__ int borrowed_here;
     if (threadIdx.x == 0) borrowed_here = 0;
     meet(peers, me, false, turn, blockIdx.x == 0);
-    const Unique mine = listed_by(peers[me], most_in, most_out, slot);
+    const long long count = peers[me].counts[slot];
     const int lane = lane_id();
-    each_warp((mine.total() + TOGETHER - 1) / TOGETHER, [&](long long part) {
+    each_warp((count + TOGETHER - 1) / TOGETHER, [&](long long part) {
         const long long n = part * TOGETHER + lane;
-        const bool is_row = lane < TOGETHER && n < mine.total();
-        const bool output = mine.is_output(n);
-        const int row = is_row ? mine.row(n) : me, at = output ? n - mine.inputs : n;
-        if (is_row) (output ? index_out : index_in)[row] = at;
-        const unsigned others = __ballot_sync(ALL, row % RANKS != me);
+        const bool is_row = lane < TOGETHER && n < count;
+        const int row = is_row ? peers[me].rows[slot * most + n] : 2 * me;
+        if (is_row) index[row] = n;
+        const unsigned others = __ballot_sync(ALL, owner_of(row, RANKS) != me);
         if (lane == 0 && others) atomicAdd(&borrowed_here, __popc(others));
         for (unsigned left = others; left; left &= left - 1) {
             const int source = __ffs(left) - 1, its = __shfl_sync(ALL, row, source);
-            const bool is_output = __shfl_sync(ALL, output, source);
-            const Peer& owner = peers[its % RANKS];
+            const Peer& owner = peers[owner_of(its, RANKS)];
             copy_weight(
-                is_output ? owner.records_out : owner.records_in,
-                is_output ? owner.slot_out : owner.slot_in, its / RANKS, row_width, dim,
-                is_output ? weights_out : weights_in, __shfl_sync(ALL, at, source));
+                owner.records, owner.slot_of, row_of_owner(its, RANKS), row_width, dim, weights,
+                part * TOGETHER + source);
         }
     });
-    for (int rank = 0; rank < RANKS; rank++) {
-        const Unique listed = listed_by(peers[rank], most_in, most_out, slot);
-        each_thread(listed.total(), [&](long long n) {
-            const bool output = listed.is_output(n);
-            const int row = listed.row(n);
-            if (row % RANKS != me) return;
-            const int index =
-                output ? own_out.find_or_add(row / RANKS) : own_in.find_or_add(row / RANKS);
-            (output ? places.places_out : places.places_in)[rank * places.room + index] =
-                output ? n - listed.inputs : n;
+    for (int rank = 0; rank < RANKS; rank++)
+        each_thread(peers[rank].counts[slot], [&](long long n) {
+            const int row = peers[rank].rows[slot * most + n];
+            if (owner_of(row, RANKS) != me) return;
+            places.places[rank * places.room + own.find_or_add(row_of_owner(row, RANKS))] = n;
         });
-    }
     __syncthreads();
     if (threadIdx.x == 0 && borrowed_here) atomicAdd(borrowed, (unsigned long long)borrowed_here);
 }

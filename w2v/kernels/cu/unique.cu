@@ -1,20 +1,20 @@
-// The unique rows of both tables that a batch touches.
+// The unique rows that a batch touches.
 
 #include "batch.cuh"
 #include "common.cuh"
 #include "unique.cuh"
 
-// Call input(row) and output(row) for each row that takes part in a pair; rows may repeat. Both
-// return whether the row is new.
-template <class Input, class Output>
-__device__ void each_row(const Batch& batch, Input input, Output output) {
+// Call visit(row) for each row that takes part in a pair; rows may repeat. It returns whether the
+// row is new.
+template <class Visit>
+__device__ void each_row(const Batch& batch, Visit visit) {
     // Of a center: its targets that are words, then its path.
     constexpr int ITEMS = TARGETS + PATHS;
     const long long begin = max(0ll, batch.first - WINDOW);
     const long long end = min(batch.length, batch.first + batch.centers + WINDOW);
     each_thread(end - begin + batch.centers * ITEMS, [&](long long i) {
         if (i < end - begin) {
-            if (batch.is_context(begin + i)) input(batch.words[begin + i]);
+            if (batch.is_context(begin + i)) visit(2 * batch.words[begin + i]);
             return;
         }
         i -= end - begin;
@@ -24,30 +24,25 @@ __device__ void each_row(const Batch& batch, Input input, Output output) {
         const Path path = batch.path(center);
         if (item < TARGETS) {
             const int row = batch.target(center, item, path);
-            if (row >= 0) output(row);
+            if (row >= 0) visit(row);
             return;
         }
         // From the word up to the root. The thread that came to a node before goes on from there;
         // but where words are targets too, a node's row may have been listed as that of a word.
         for (int t = TARGETS + path.length - 1; t >= TARGETS; t--)
-            if (!output(batch.target(center, t, path)) && TARGETS == 0) break;
+            if (!visit(batch.target(center, t, path)) && TARGETS == 0) break;
     });
 }
 
-// List the unique rows of both tables that take part in a pair.
-extern "C" __global__ void unique_rows(TableGrads inputs, TableGrads outputs, Batch batch) {
-    each_row(
-        batch, [&](int row) { return inputs.add(row); },
-        [&](int row) { return outputs.add(row); });
+// List the unique rows that take part in a pair.
+extern "C" __global__ void unique_rows(RowGrads rows, Batch batch) {
+    each_row(batch, [&](int row) { return rows.add(row); });
 }
 
 // Mark those rows. Reading first avoids most writes, which would repeat for frequent words.
-extern "C" __global__ void mark(Batch batch, bool* input_marks, bool* output_marks) {
-    const auto set = [](bool* marks, int row) {
+extern "C" __global__ void mark(Batch batch, bool* marks) {
+    each_row(batch, [&](int row) {
         if (marks[row]) return false;
         return marks[row] = true;
-    };
-    each_row(
-        batch, [&](int row) { return set(input_marks, row); },
-        [&](int row) { return set(output_marks, row); });
+    });
 }

@@ -19,7 +19,7 @@ from w2v.kernels.batch import Lookahead
 from w2v.kernels.cuda_cache import AGE, HIGHEST_LIMIT, PageRows
 from w2v.kernels.reference import ReferenceKernels, unique_rows
 from w2v.model.table import Table
-from w2v.transfer.cache import ListedCache, TorchCache
+from w2v.transfer.cache import GpuCache, TorchCache
 from w2v.transfer.links import Link, MappedLink
 
 ROWS, DIM = 24, 3
@@ -145,10 +145,7 @@ some_rows = st.sets(st.integers(0, ROWS - 1))
 def test_paged_training_equals_dense_training(name, rows, steps_per_page, spare, seed, optimizer):
     config = OptimizerConfig(name=optimizer[0], lr=1.0, args=optimizer[1])
     slots = min(2 * ROWS, max(1, rows_needed(rows, steps_per_page) + spare))
-    uses_A = None
-    if seed is not None:
-        uses_A = torch.rand(2 * ROWS, generator=torch.Generator().manual_seed(seed))
-    step = make(name, slots, config, uses_A=uses_A, steps_per_page=steps_per_page)
+    step = make(name, slots, config, steps_per_page=steps_per_page)
     dense = make(config=config, device=ENGINES[name][0])
     found = trained(step, batches_of(*rows), seed)
     assert all(map(torch.equal, found, trained(dense, batches_of(*rows))))
@@ -173,7 +170,7 @@ def test_least_frequent_rows_are_evicted_first():
     step = make("cache", slots=6)
     trained(step, batches_of(({0, 20}, {1}), ({5}, ()), ({7}, ()), ({8}, ()), ({9}, ())))
     assert step.engine.stats[1:3] == (7, 1)
-    step.engine.prefetch(marks(step, [0, 5], [1]))
+    step.engine.prefetch(PageRows(marks(step, [0, 5], [1])))
     assert step.engine.stats.rows_read == 7  # so it was row 20 that was evicted
 
 
@@ -182,8 +179,8 @@ def list_cache(kind, slots, rows=ROWS, device="cpu"):
     storage = "pinned" if device == "cuda" else "cpu"
     table = Table("rows", rows, 4, {}, {}, storage, torch.float32)
     table["weight"].copy_(torch.arange(rows)[:, None])
-    if kind is ListedCache:
-        return kind(table, slots, torch.device(device))
+    if kind is GpuCache:
+        return kind(table, slots, torch.device(device), by_row=False)
     link = MappedLink() if device == "cuda" else Link()
     return kind(link, table, slots, torch.device(device))
 
@@ -195,7 +192,7 @@ def cached(cache):
 
 
 def page_of(*rows, soon=(), is_counted=True):
-    return PageRows([ids(rows)], [(ids(soon), None)], is_counted)
+    return PageRows(None, None, [ids(rows)], [(ids(soon), None)], is_counted)
 
 
 def use(cache, *pages):
@@ -244,7 +241,7 @@ def test_uses_are_halved_as_time_goes_by():
 def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
     """Both cache the same rows, page after page."""
     g = torch.Generator().manual_seed(rows)
-    caches = [list_cache(kind, slots, rows, "cuda") for kind in (TorchCache, ListedCache)]
+    caches = [list_cache(kind, slots, rows, "cuda") for kind in (TorchCache, GpuCache)]
     every_V = torch.arange(rows, device="cuda")
 
     def some_rows(most):
@@ -258,7 +255,7 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
         soon = [[], [(later, None)], [(buffer, numbers)]][turn % 3]
         masks = []
         for cache in caches:
-            use(cache, PageRows(lists, soon, turn % 7 > 0))
+            use(cache, PageRows(None, None, lists, soon, turn % 7 > 0))
             slots_V = cache.slots_of(every_V)
             masks.append(slots_V != slots)
             slots_U = slots_V[masks[-1]].long()
@@ -281,16 +278,6 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
     assert (first[1:] < 0).any(1).sum() >= slots - 1
 
 
-def test_least_used_rows_are_evicted_first():
-    uses_A = torch.stack([torch.arange(ROWS), torch.full((ROWS,), 0.5)], dim=1).flatten()
-    step = make("cache", slots=6, uses_A=uses_A)
-    rows = [({0, 20}, {1}), ({5}, ()), ({7}, ()), ({8}, ()), ({9}, ()), ({10}, ())]
-    trained(step, batches_of(*rows))
-    assert step.engine.stats[1:3] == (8, 2)
-    step.engine.prefetch(marks(step, [5, 20]))
-    assert step.engine.stats.rows_read == 8  # so input row 0 and output row 1 were evicted
-
-
 @each(CACHES)
 @each_case(
     "soon, cached",
@@ -307,7 +294,7 @@ def test_rows_of_the_lookahead_window_are_evicted_last(name, soon, cached):
     step = make(name, slots=6)
     soon_A = None if soon is None else marks(step, soon)
     for words, window_A in (({0, 20, 21, 22}, None), ({5}, None), ({6}, None), ({7, 8}, soon_A)):
-        step.engine.prefetch(marks(step, words), window_A)
+        step.engine.prefetch(PageRows(marks(step, words), window_A))
         slot_of_A = step.engine.view().slot_of_A
     assert {*torch.nonzero(slot_of_A != 6).flatten().tolist()} == {2 * word for word in cached}
 
@@ -324,14 +311,13 @@ def test_page_that_does_not_fit_is_refused(name):
 def test_plans_made_on_the_gpu_equal_those_of_plain_torch(rows):
     """Both move the same rows if each page fits beside the one before."""
     g = torch.Generator().manual_seed(3)
-    uses_A = torch.rand(2 * rows, generator=g)
     chosen = [
         [torch.randint(rows, (n,), generator=g).tolist() for n in (90, 60)] for _ in range(60)
     ]
     batches = batches_of(*[(set(inputs), set(outputs)) for inputs, outputs in chosen])
     stats = []
     for name in ("cache, pinned", "cache, mapped"):
-        step = make(name, slots=700, rows=rows, uses_A=uses_A, steps_per_page=2)
+        step = make(name, slots=700, rows=rows, steps_per_page=2)
         trained(step, batches, seed=2)
         stats.append(step.engine.stats[:3])
     assert stats[0] == stats[1]

@@ -11,11 +11,12 @@ from w2v.config import OptimizerConfig
 from w2v.distributed.exchange import LocalExchange
 from w2v.kernels.batch import Batch, StepShape, StepState
 from w2v.kernels.cuda import CudaKernels
+from w2v.kernels.cuda_cache import PageRows
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
 from w2v.system.resources import free_host_bytes, lockable_bytes
 from w2v.training.step import TrainingStep
-from w2v.transfer.cache import MappedCache
+from w2v.transfer.cache import GpuCache
 from w2v.transfer.engine import Engine
 from w2v.transfer.links import MappedLink
 
@@ -76,13 +77,13 @@ def test_rows_are_cached_and_evicted():
     """Double the rows of several pages in a cache that cannot hold them all."""
     large = make_table(ROWS, "pinned")
     expected = large.records_VR[FIRST:].clone()
-    engine = MappedCache(large, 700, torch.device("cuda"))
+    engine = GpuCache(large, 700, torch.device("cuda"), by_row=True)
     marks_A = torch.zeros(ROWS, dtype=torch.bool, device="cuda")
     for seed in range(6):
         rows = some_rows(550, seed)
         marks_A.zero_()
         marks_A[rows.cuda() + FIRST] = True
-        engine.prefetch(marks_A)
+        engine.prefetch(PageRows(marks_A))
         view = engine.view()
         slots = view.slots(rows.cuda() + FIRST)
         assert torch.equal(view.records_SR[slots].cpu(), expected[rows])

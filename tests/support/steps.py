@@ -19,7 +19,7 @@ from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText
 from w2v.model.table import Table, uniform
 from w2v.training.step import TrainingStep
-from w2v.transfer.cache import MappedCache, TorchCache
+from w2v.transfer.cache import GpuCache, TorchCache
 from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import link_between
 
@@ -38,7 +38,6 @@ def make_step(
     *,
     dtype=DTYPE,
     slots=0,
-    uses_A=None,
     steps_per_page=1,
     threads=1,
     product=None,
@@ -68,7 +67,7 @@ def make_step(
         kernels = make_kernels(kernels, shape, threads, ranks)
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     state = StepState(device)
-    engine = make_engine(engine, table, slots, uses_A, device)
+    engine = make_engine(engine, table, slots, device)
     exchange = LocalExchange(kernels, steps_per_page)
     if peers:
         memory = PeerMemory(ranks)
@@ -104,17 +103,16 @@ def make_table(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, f
     return table
 
 
-def make_engine(name, table, slots, uses_A, device):
+def make_engine(name, table, slots, device):
     """Return an engine by name: "resident", "paged", "cache" or "torch cache"."""
     if name == "resident":
         return Engine(table)
     link = link_between(table, device)
     if name == "paged":
         return Paged(link, table, device)
-    uses_A = uses_A if uses_A is None else uses_A.to(device)
     if name == "torch cache" or device.type == "cpu":
-        return TorchCache(link, table, slots, device, uses_A)
-    return MappedCache(table, slots, device, uses_A)
+        return TorchCache(link, table, slots, device)
+    return GpuCache(table, slots, device, by_row=True)
 
 
 def records(step):

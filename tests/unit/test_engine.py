@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from w2v.kernels.cuda_cache import PageRows
 from w2v.model.table import RowState, Table
 from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import link_between, measure_copy_rate
@@ -36,7 +37,7 @@ def test_pages_bring_and_write_back_exactly_the_marked_rows(place):
     used = 0
     marked = [random_marks(1), random_marks(2), random_marks(3, share=0.0), random_marks(4)]
     for marks_A in marked:
-        engine.prefetch(marks_A.to(device))
+        engine.prefetch(PageRows(marks_A.to(device)))
         if view:  # the current page is computed while the next one is prefetched
             view.records_SR[view.slots(rows_U.to(device))] *= 2
             expected_AR[rows_U] *= 2
@@ -56,7 +57,7 @@ def test_pages_bring_and_write_back_exactly_the_marked_rows(place):
 def test_the_view_of_a_resident_table_is_the_table_itself(device):
     table = make_table(device)
     engine = Engine(table)
-    engine.prefetch(random_marks(1).to(device))
+    engine.prefetch(PageRows(random_marks(1).to(device)))
     rows_U = torch.tensor([3, 5], device=device)
     assert engine.view().records_SR is table.records_VR
     assert engine.view().slots(rows_U) is rows_U
@@ -73,7 +74,7 @@ def test_wait_is_as_long_as_the_moves_take():
     def wait_seconds(count):
         """Return the stream's wait for a page of `count` rows."""
         before = engine.stats.wait_seconds
-        engine.prefetch(torch.arange(rows, device=device) < count)
+        engine.prefetch(PageRows(torch.arange(rows, device=device) < count))
         engine.view()
         torch.cuda.synchronize()
         return engine.stats.wait_seconds - before

@@ -30,7 +30,7 @@ from w2v.kernels.cuda import Bags, CudaKernels, TorchStepKernels
 from w2v.kernels.cuda_cache import PageRows, Span, Spans
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.model.optim import RowOptimizer
-from w2v.transfer.cache import ListedCache, MappedCache
+from w2v.transfer.cache import GpuCache
 from w2v.transfer.links import MappedLink
 
 CPU = torch.device("cpu")
@@ -218,12 +218,12 @@ def read_peers(pages):
 def cache_rows():
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
     table = make_table(optimizer, VECTORS, DIM)
-    marked = MappedCache(table, 20, CPU)
-    marked.prefetch(*torch.zeros(2, ROWS, dtype=torch.bool))
+    marked = GpuCache(table, 20, CPU, by_row=True)
+    marked.prefetch(PageRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
     marked.view()
-    listed = ListedCache(table, 20, CPU)
+    listed = GpuCache(table, 20, CPU, by_row=False)
     rows_U, known = torch.arange(5), torch.tensor([5, 0])
-    listed.prefetch(PageRows([rows_U], [(rows_U, None), (rows_U, known)]))
+    listed.prefetch(PageRows(None, None, [rows_U], [(rows_U, None), (rows_U, known)]))
     listed.wait()
     listed.slots_of(rows_U)
     listed.flush()

@@ -10,6 +10,7 @@ from tests.support.pairwise import pairwise
 from tests.support.zipf import zipf_text
 from w2v.config import ModelConfig
 from w2v.kernels.batch import CHUNK_BATCHES, StepShape
+from w2v.kernels.cuda_cache import PageRows
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.model.table import Table
@@ -115,7 +116,7 @@ def misses(text, lookahead, slots, pages):
     read = []
     for batch in islice(batches, 2 * pages):
         soon_A = None if batch.lookahead is None else batch.lookahead.soon_A
-        cache.prefetch(marks([batch]), soon_A)
+        cache.prefetch(PageRows(marks([batch]), soon_A))
         cache.view()
         read.append(cache.stats.rows_read)
     return read[-1] - read[pages]

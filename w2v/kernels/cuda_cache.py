@@ -6,7 +6,6 @@ Shapes: S slots, A rows, W words of bits, N ids.
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -47,45 +46,54 @@ class Moves(NamedTuple):
 
 
 class PageRows(NamedTuple):
-    """Rows that a page needs, in lists.
+    """Rows that a page needs: marks, or lists.
 
-    soon: rows of later pages, which are evicted last: pairs of a list and None, or of a buffer and
-    `FoundRows.known`, the number of rows at its front. is_counted: whether the page adds 1 to the
-    number of uses of its rows.
+    marks_A, soon_A: bool, whether each row is needed, and whether it is evicted last. lists: rows,
+    int64. soon: rows of later pages, which are evicted last: pairs of a list and None, or of a
+    buffer and `FoundRows.known`, the number of rows at its front. is_counted: whether the page adds
+    1 to the number of uses of its rows.
     """
 
-    lists: Sequence[Tensor]  # int64
+    marks_A: Tensor | None = None
+    soon_A: Tensor | None = None
+    lists: Sequence[Tensor] = ()
     soon: Sequence[tuple[Tensor, Tensor | None]] = ()
     is_counted: bool = True
 
 
-class MovePlanner(ABC):
+class MovePlanner:
     """Plans the moves of a cache on the GPU.
+
+    It keeps 4 + USE_BITS bits of each row, and the slots of cached rows: by row where `slot_of_A`
+    is given, else in the order of the rows, which takes few bytes for each row. Rows with more uses
+    than a limit are evicted last. The limit rises where others do not suffice; numbers of uses are
+    halved when it reaches HIGHEST_LIMIT, and every AGE plans.
 
     Args:
         slots: Capacity of the cache in rows.
         rows: Number of rows.
-        bits: Number of bits kept for each row.
         device: The GPU.
+        slot_of_A: The slot of each row, which `exchange_records` keeps current.
 
     Attributes:
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
-        slot_of_A: The slot of each row, if there is such an array.
         notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
             and rows that were refused since no slot is left at all.
     """
 
-    slot_of_A: Tensor | None = None
-
-    def __init__(self, slots: int, rows: int, bits: int, device: torch.device):
+    def __init__(
+        self, slots: int, rows: int, device: torch.device, slot_of_A: Tensor | None = None
+    ):
         self._capacity, self._rows, self._device = slots, rows, device
+        self.slot_of_A = slot_of_A
         self._warps = -(-rows // WARP_ROWS)
         words = self._warps * WARP_ROWS // 32
-        # Bits by place in the order: rows that two plans want, cached rows, rows evicted last.
-        self._bits = torch.zeros(bits, words, dtype=torch.int32, device=device)
+        # Bits of rows that two plans want, cached rows, rows evicted last, and numbers of uses.
+        self._bits = torch.zeros(4 + USE_BITS, words, dtype=torch.int32, device=device)
         *self._wanted, self._cached_W, self._late_W = self._bits[:4]
+        self._uses = self._bits[4:]
         shape = 3, self._warps + 1
         misses, first, last = torch.empty(shape, dtype=torch.int32, device=device).unbind()
         self._counts = RowCounts(
@@ -98,25 +106,30 @@ class MovePlanner(ABC):
         self.moves = [Moves(none, none, none, of_plan) for of_plan in numbers]
         self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
+        if slot_of_A is None:
+            # Cached rows before each group of words, and their slots; the next plan writes these to
+            # the other list, and the two change places.
+            groups = words // GROUP_WORDS
+            self._before = torch.zeros(groups, dtype=torch.int32, device=device)
+            self._slots, self._old_slots = torch.empty(2, slots, dtype=torch.int32, device=device)
 
-    @abstractmethod
-    def plan(
-        self, page: Tensor | PageRows | None, soon_A: Tensor | None, number: int, in_use: int
-    ) -> None:
+    def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
         """Give slots to the rows of a page and list the moves.
 
         Args:
-            page: Rows that the page needs: marks [A], bool, or lists. None: those that plan
-                `number` was given before.
-            soon_A: With marks, rows that are evicted last, bool.
+            page: Rows that the page needs. None: those that plan `number` was given before.
             number: Number of this plan.
             in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
         """
-
-    def _launch(
-        self, number: int, in_use: int, page: Any, order_A: Tensor | None, slots: Any
-    ) -> None:
         is_final = in_use == number
+        wanted = NOTHING if page is None else self._wanted_by(page, number)
+        if self.slot_of_A is None:
+            self._old_slots, self._slots = self._slots, self._old_slots
+            slots = PlanSlots(
+                slot_of=None, before=self._before, old_slots=self._old_slots, new_slots=self._slots
+            )
+        else:
+            slots = PlanSlots(slot_of=self.slot_of_A, before=None, old_slots=None, new_slots=None)
         rows = Rows(
             wanted=self._wanted[number % 2],
             in_use=None if is_final else self._wanted[in_use % 2],
@@ -128,8 +141,7 @@ class MovePlanner(ABC):
         kernel("cache.cu", "survey")(
             blocks,
             all=rows,
-            page=page,
-            order=order_A,
+            page=wanted,
             count=self._rows,
             counts=self._counts,
             slots=self._capacity,
@@ -142,11 +154,31 @@ class MovePlanner(ABC):
         kernel("cache.cu", "list")(
             blocks,
             all=rows,
-            order=order_A,
             counts=self._counts,
             rows=slots,
             moves=moves,
             next_wanted=self._wanted[(number + 1) % 2],
+        )
+        if self.slot_of_A is None:
+            blocks = blocks_for(moves.loaded.shape[0])
+            kernel("cache.cu", "fill_slots")(blocks, map=self._slot_map, moves=moves)
+
+    def _wanted_by(self, page: PageRows, number: int) -> Any:
+        """Return struct Wanted of a page, with room for its moves."""
+        most = self._rows
+        if page.marks_A is None:
+            most = sum(rows_U.shape[0] for rows_U in page.lists)
+        self._make_room(number, most)
+        for rows_U in page.lists:
+            self._mark(rows_U, None, self._wanted[number % 2])
+        for soon_U, known in page.soon:
+            self._mark(soon_U, known, self._late_W)
+        return Wanted(
+            marks=page.marks_A,
+            used_soon=page.soon_A,
+            uses=self._uses,
+            is_counted=page.is_counted,
+            halve=number % AGE == 0,
         )
 
     def _make_room(self, number: int, wanted: int) -> None:
@@ -159,73 +191,10 @@ class MovePlanner(ABC):
             lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
             self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.plan)
 
-
-class MarkPlanner(MovePlanner):
-    """Plans pages of marked rows.
-
-    Args:
-        slots: Capacity of the cache in rows.
-        slot_of_A: The slot of each row, which `exchange_records` keeps current.
-        order_A: int32, rows by falling expected use.
-    """
-
-    def __init__(self, slots: int, slot_of_A: Tensor, order_A: Tensor):
-        super().__init__(slots, slot_of_A.shape[0], 4, slot_of_A.device)
-        self.slot_of_A = slot_of_A
-        self._order_A = order_A
-
-    def plan(
-        self, page: Tensor | PageRows | None, soon_A: Tensor | None, number: int, in_use: int
-    ) -> None:
-        assert not isinstance(page, PageRows), "rows are marked"
-        if page is not None:
-            self._make_room(number, self._rows)
-        wanted = NOTHING._replace(marks=page, used_soon=soon_A)
-        slots = PlanSlots(slot_of=self.slot_of_A, before=None, old_slots=None, new_slots=None)
-        self._launch(number, in_use, wanted, self._order_A, slots)
-
-
-class ListPlanner(MovePlanner):
-    """Plans pages of listed rows; it takes few bytes for each row.
-
-    It keeps 4 + USE_BITS bits of each row, and the slots of cached rows, in the order of the rows.
-    Rows with more uses than a limit are evicted last. The limit rises where others do not suffice;
-    numbers of uses are halved when it reaches HIGHEST_LIMIT, and every AGE plans.
-    """
-
-    def __init__(self, slots: int, rows: int, device: torch.device):
-        super().__init__(slots, rows, 4 + USE_BITS, device)
-        self._uses = self._bits[4:]
-        groups = self._bits.shape[1] // GROUP_WORDS
-        # Cached rows before each group of words, and their slots; the next plan writes these to
-        # the other list, and the two change places.
-        self._before = torch.zeros(groups, dtype=torch.int32, device=device)
-        self._slots, self._old_slots = torch.empty(2, slots, dtype=torch.int32, device=device)
-
-    def plan(
-        self, page: Tensor | PageRows | None, soon_A: Tensor | None, number: int, in_use: int
-    ) -> None:
-        wanted = NOTHING
-        if page is not None:
-            assert isinstance(page, PageRows) and soon_A is None, "rows are in lists"
-            self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
-            for rows_U in page.lists:
-                self._mark(rows_U, None, self._wanted[number % 2])
-            for soon_U, known in page.soon:
-                self._mark(soon_U, known, self._late_W)
-            is_old = number % AGE == 0
-            wanted = NOTHING._replace(uses=self._uses, is_counted=page.is_counted, halve=is_old)
-        self._old_slots, self._slots = self._slots, self._old_slots
-        slots = PlanSlots(
-            slot_of=None, before=self._before, old_slots=self._old_slots, new_slots=self._slots
-        )
-        self._launch(number, in_use, wanted, None, slots)
-        moves = self.moves[number % 2]
-        blocks = blocks_for(moves.loaded.shape[0])
-        kernel("cache.cu", "fill_slots")(blocks, map=self._slot_map, moves=moves)
-
     def slots_of(self, rows_U: Tensor) -> Tensor:
         """Return the slots of rows, int32; S for rows that are not cached."""
+        if self.slot_of_A is not None:
+            return self.slot_of_A.index_select(0, rows_U)
         count = rows_U.shape[0]
         slots_U = torch.empty(count, dtype=torch.int32, device=self._device)
         kernel("cache.cu", "find_slots")(
@@ -240,6 +209,10 @@ class ListPlanner(MovePlanner):
 
     def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all cached rows and their slots, int64, some at a time."""
+        if self.slot_of_A is not None:
+            rows_U = torch.nonzero(self.slot_of_A != self._capacity).flatten()
+            yield rows_U, self.slot_of_A[rows_U].long()
+            return
         bits_B = torch.arange(32, dtype=torch.int32, device=self._device)
         first_slot = 0
         for first in range(0, self._cached_W.shape[0], LISTED_WORDS):

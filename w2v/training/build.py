@@ -35,7 +35,7 @@ from w2v.training.memory import MOST_STEPS, ROW_TYPES
 from w2v.training.plan import Plan
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
-from w2v.transfer.cache import MappedCache, TorchCache
+from w2v.transfer.cache import GpuCache, TorchCache
 from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import MappedLink, link_between
 
@@ -73,7 +73,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     sampler = make_sampler(plan, text, kernels, plan.ranks, paging.lookahead)
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
-    engine = make_engine(plan, text, table, paging.lookahead > 0)
+    engine = make_engine(plan, table)
     exchange: Exchange = LocalExchange(kernels, paging.steps)
     if peers:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
@@ -228,36 +228,16 @@ def make_sampler(
     )
 
 
-def make_engine(plan: Plan, text: TrainingText, table: Table, looks_ahead: bool) -> Engine:
+def make_engine(plan: Plan, table: Table) -> Engine:
     """Return the engine of the plan."""
     if not plan.is_hosted:
         return Engine(table)
     link = link_between(table, plan.device)
     if not plan.slots:
         return Paged(link, table, plan.device)
-    uses_A = expected_uses(plan, text, looks_ahead)
     if isinstance(link, MappedLink):
-        return MappedCache(table, plan.slots, plan.device, uses_A)
-    return TorchCache(link, table, plan.slots, plan.device, uses_A)
-
-
-def expected_uses(plan: Plan, text: TrainingText, looks_ahead: bool) -> Tensor:
-    """Return the expected uses of this rank's rows an epoch: float64 [A]."""
-    model = plan.config.model
-    kept_V = plan.vocab.kept_counts(model.sample)
-    words = len(kept_V)
-    uses_VT = np.zeros((plan.vectors, 2))
-    uses_VT[:words, 0] = kept_V
-    if model.negative:
-        uses_VT[:words, 1] = kept_V
-    if model.negative and not looks_ahead:
-        # With lookahead, both rows of a word are as likely, so that they move together.
-        uses_VT[:words, 1] += text.negative_prob_V * (model.negative * kept_V.sum())
-    if tree := text.tree:  # a node is used by all words below it
-        uses_P = np.repeat(kept_V, np.diff(tree.begin_V.numpy()))
-        uses_VT[:, 1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.vectors)
-    own_VT = uses_VT[plan.ranks.rank :: plan.ranks.size]
-    return torch.from_numpy(own_VT.flatten()).to(plan.device)
+        return GpuCache(table, plan.slots, plan.device, by_row=True)
+    return TorchCache(link, table, plan.slots, plan.device)
 
 
 def make_heldout(plan: Plan, loop: TrainingLoop) -> HeldOut | None:

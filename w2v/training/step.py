@@ -20,6 +20,7 @@ from torch import Tensor
 from w2v.distributed.exchange import Exchange, PlannedBatch
 from w2v.kernels import Kernels
 from w2v.kernels.batch import Batch, StepState, Update
+from w2v.kernels.cuda_cache import PageRows
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
 from w2v.transfer.engine import Engine
@@ -119,7 +120,8 @@ class TrainingStep:
                 self.planning.wait_event(self._computed[0])
             if marks_A is not None:
                 lookahead = planned[-1].batch.lookahead
-                self.engine.prefetch(marks_A, lookahead.soon_A if lookahead else None)
+                soon_A = lookahead.soon_A if lookahead else None
+                self.engine.prefetch(PageRows(marks_A, soon_A))
         if self.planning:
             current_stream().wait_stream(self.planning)
             self._kept.append(planned)

@@ -44,8 +44,10 @@ from w2v.transfer.streams import Waits, current_stream, on_stream
 PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
 
 
-class RowCache(ABC):
+class RowCache(Engine, ABC):
     """Cache of rows on the device; subclasses plan and make the moves.
+
+    Rows with few uses are evicted first, and rows in the lookahead window last.
 
     Args:
         link: Moves the records.
@@ -54,12 +56,13 @@ class RowCache(ABC):
         device: The compute device.
     """
 
+    moves_rows = True
     is_timed = True  # whether stats have the seconds that the computation waits
 
     def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
+        super().__init__(table)
         assert table.rows < 2**31, "rows are counted in 32 bits"
         self.link = link
-        self._table = table
         self.slots = slots
         # The last record is a dummy, slot S, to which rows without a slot point.
         self.records_SR = torch.empty(slots + 1, table.width, dtype=table.dtype, device=device)
@@ -76,10 +79,10 @@ class RowCache(ABC):
         self._waits = Waits()
 
     @abstractmethod
-    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_A: Tensor | None = None) -> None:
+    def _make_plan(self, page: PageRows | None) -> None:
         """Assign free or evicted slots to missing rows, and list the copies.
 
-        Rows of the page before are not evicted. Without `page_rows` this is the page's second plan:
+        Rows of the page before are not evicted. Without `page` this is the page's second plan:
         rows that the first one left without slots get them, and the page before may be evicted.
         """
 
@@ -103,12 +106,7 @@ class RowCache(ABC):
     def _cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield rows that are cached, and their slots, int64."""
 
-    @property
-    @abstractmethod
-    def stats(self) -> TransferStats:
-        """Return what has crossed the link so far."""
-
-    def prefetch(self, page_rows: Tensor | PageRows, soon_A: Tensor | None = None) -> None:
+    def prefetch(self, page: PageRows) -> None:
         """Plan on the current stream, and start the moves for the next page."""
         self._require_whole()
         self._is_whole = False
@@ -117,7 +115,7 @@ class RowCache(ABC):
         # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             self._wait(event)
-        self._make_plan(page_rows, soon_A)
+        self._make_plan(page)
         self._record(self._planned)
         with on_stream(self._reads):
             self._wait(self._planned)
@@ -183,15 +181,28 @@ class RowCache(ABC):
         return current_stream().record_event(event) if self._reads else None
 
 
-class PagedCache(RowCache, Engine):
-    """Row cache for marked rows, with an array of the slot of each row."""
+class TorchCache(RowCache):
+    """Row cache over any link, planned in plain torch.
 
-    moves_rows = True
+    It is the specification of `GpuCache`.
+    """
 
     def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
         super().__init__(link, table, slots, device)
         self._slot_of_A = torch.full((table.rows,), slots, dtype=torch.int32, device=device)
         self._view = View(self.records_SR, self._slot_of_A)
+        # Rows of the last two plans, cached rows, rows evicted last.
+        bits = torch.zeros(4, table.rows, dtype=torch.bool, device=device)
+        *self._wanted, self._cached_A, self._late_A = bits
+        # Uses of rows, and the limit of those evicted first.
+        self._uses_A = torch.zeros(table.rows, dtype=torch.uint8, device=device)
+        self._limit = 1
+        self._slots_in_use = 0
+        self._rows_without_slot = 0  # after the last plan
+        self._used = self._read = self._written = 0  # rows
+        # Of the last two plans: loaded rows, evicted rows, and the slots of the former.
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(none,) * 3] * 2
 
     def view(self) -> View:
         self.wait()
@@ -201,53 +212,17 @@ class PagedCache(RowCache, Engine):
         return self._slot_of_A.index_select(0, rows_U)
 
     def _cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        rows_U = torch.nonzero(self._slot_of_A != self.slots).flatten()
+        rows_U = torch.nonzero(self._cached_A).flatten()
         yield rows_U, self._slot_of_A[rows_U].long()
-
-
-class TorchCache(PagedCache):
-    """Row cache over any link, planned in plain torch.
-
-    It is the specification of `MappedCache` and `ListedCache`. Rows with the least expected uses,
-    `uses_A`, are evicted first; by default rows are in order of falling frequency.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        table: Table,
-        slots: int,
-        device: torch.device,
-        uses_A: Tensor | None = None,
-    ):
-        super().__init__(link, table, slots, device)
-        self._order_A = _order_by_use(table.rows, device, uses_A)
-        # By place in the order: rows of the last two plans, cached rows, rows evicted last.
-        bits = torch.zeros(4, len(self._order_A), dtype=torch.bool, device=device)
-        *self._wanted, self._cached_A, self._late_A = bits
-        # Uses of rows, and the limit of those evicted first, if pages are lists of rows.
-        self._uses_A = torch.zeros_like(self._order_A, dtype=torch.uint8)
-        self._limit = 1
-        self._slots_in_use = 0
-        self._rows_without_slot = 0  # after the last plan
-        self._used = self._read = self._written = 0  # rows
-        # Of the last two plans: loaded rows, evicted rows, and the slots of the former.
-        self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(self._order_A[:0],) * 3] * 2
 
     @property
     def stats(self) -> TransferStats:
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
-    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_A: Tensor | None = None) -> None:
+    def _make_plan(self, page: PageRows | None) -> None:
         wanted_A = protected_A = self._wanted[self._plan % 2]
-        if isinstance(page_rows, PageRows):
-            self._mark_lists(page_rows, wanted_A)
-        elif page_rows is not None:
-            wanted_A.copy_(page_rows[self._order_A])
-            self._late_A.zero_()
-            if soon_A is not None:
-                self._late_A.copy_(soon_A[self._order_A])
-        if page_rows is not None:
+        if page is not None:
+            self._mark(page, wanted_A)
             protected_A = self._wanted[0] | self._wanted[1]  # the page before may still compute
         missing_A = wanted_A & ~self._cached_A
         evictable_A = self._cached_A & ~protected_A
@@ -257,29 +232,30 @@ class TorchCache(PagedCache):
             torch.nonzero_static(mask_A, size=count).flatten()
             for mask_A, count in zip(masks, counts, strict=True)
         )
-        # Rows are evicted from the end.
+        # Rows are evicted from the last, which are those of rare words.
         evictable = torch.cat([late, others])
         empty = self.slots - self._slots_in_use
         evictions = min(max(0, len(missing) - empty), len(evictable))
-        evicted = evictable[len(evictable) - evictions :]
-        if isinstance(page_rows, PageRows):
-            self._limit += len(others) < evictions
-        loaded = missing[: empty + evictions]
-        slots_in_use = self._slots_in_use + len(loaded) - evictions
+        evicted_U = evictable[len(evictable) - evictions :]
+        loaded_U = missing[: empty + evictions]
+        slots_in_use = self._slots_in_use + len(loaded_U) - evictions
         unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)
-        self._cached_A.index_fill_(0, loaded, True).index_fill_(0, evicted, False)
-        loaded_U, evicted_U = self._order_A[loaded].long(), self._order_A[evicted].long()
+        self._cached_A.index_fill_(0, loaded_U, True).index_fill_(0, evicted_U, False)
         slots = torch.cat([unused, self._slot_of_A[evicted_U].long()])
         self._lists[self._plan % 2] = loaded_U, evicted_U, slots
         self._slots_in_use = slots_in_use
-        self._rows_without_slot = len(missing) - len(loaded)
-        self._used += 0 if page_rows is None else used
-        self._read += len(loaded)
+        self._rows_without_slot = len(missing) - len(loaded_U)
+        if page is not None:
+            self._limit += len(others) < evictions
+            self._used += used
+        self._read += len(loaded_U)
         self._written += evictions
 
-    def _mark_lists(self, page: PageRows, wanted_A: Tensor) -> None:
+    def _mark(self, page: PageRows, wanted_A: Tensor) -> None:
         """Mark the rows of a page and those evicted last, and count uses."""
         wanted_A.zero_()
+        if page.marks_A is not None:
+            wanted_A.copy_(page.marks_A)
         for rows_U in page.lists:
             wanted_A.index_fill_(0, rows_U, True)
         if self._plan % AGE == 0 or self._limit >= HIGHEST_LIMIT:
@@ -288,6 +264,8 @@ class TorchCache(PagedCache):
         if page.is_counted:
             self._uses_A.add_(wanted_A).clamp_(max=2**USE_BITS - 1)
         torch.gt(self._uses_A, self._limit, out=self._late_A)
+        if page.soon_A is not None:
+            self._late_A |= page.soon_A
         for rows_U, known in page.soon:
             count, is_wrong = (len(rows_U), 0) if known is None else known.tolist()
             self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
@@ -310,22 +288,44 @@ class TorchCache(PagedCache):
 
 
 class GpuCache(RowCache):
-    """Row cache over pinned tables, planned on the GPU.
+    """Row cache over a pinned table, planned on the GPU.
 
     The CPU never waits for a plan's result: it omits a page's second plan only if it has already
-    seen that the first one found slots for all rows.
+    seen that the first one found slots for all rows. It evicts the rows that a `TorchCache` does,
+    but where a page is replaced before it was used.
+
+    Args:
+        by_row: Whether there is an array with the slot of each row, as a `view` has it. Without it
+            the cache takes one byte for each row (`cuda_cache.MovePlanner`).
     """
 
-    _planner: cuda_cache.MovePlanner
+    def __init__(self, table: Table, slots: int, device: torch.device, by_row: bool):
+        super().__init__(MappedLink(), table, slots, device)
+        slot_of_A = None
+        if by_row:
+            slot_of_A = torch.full((table.rows,), slots, dtype=torch.int32, device=device)
+        self.is_timed = by_row  # of pages of a batch, it would cost as much as two launches
+        self._planner = cuda_cache.MovePlanner(slots, table.rows, device, slot_of_A)
+        self._view = View(self.records_SR, slot_of_A)
+
+    def view(self) -> View:
+        assert self._view.slot_of_A is not None, "the slots are in an array"
+        self.wait()
+        return self._view
 
     @property
     def stats(self) -> TransferStats:
         _, used, read, written, _ = self._planner.counters.tolist()
         return TransferStats(used, read, written, self._waits.seconds)
 
-    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_A: Tensor | None = None) -> None:
-        protected_since = self._plan - (page_rows is not None)
-        self._planner.plan(page_rows, soon_A, self._plan, protected_since)
+    def slots_of(self, rows_U: Tensor) -> Tensor:
+        return self._planner.slots_of(rows_U)
+
+    def _cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._planner.cached_rows()
+
+    def _make_plan(self, page: PageRows | None) -> None:
+        self._planner.plan(page, self._plan, self._plan - (page is not None))
 
     def _make_moves(self) -> None:
         cuda_cache.exchange_records(
@@ -344,38 +344,6 @@ class GpuCache(RowCache):
         return max(int(excess) for _, excess in self._planner.notices)
 
 
-class MappedCache(GpuCache, PagedCache):
-    """Row cache of training, with the results of a `TorchCache`."""
-
-    def __init__(
-        self, table: Table, slots: int, device: torch.device, uses_A: Tensor | None = None
-    ):
-        super().__init__(MappedLink(), table, slots, device)
-        order_A = _order_by_use(table.rows, device, uses_A)
-        self._planner = cuda_cache.MarkPlanner(slots, self._slot_of_A, order_A)
-
-
-class ListedCache(GpuCache):
-    """Row cache whose pages are lists of rows.
-
-    It has no array with a number for each row, as `cuda_cache.ListPlanner` says. It evicts the rows
-    that a `TorchCache` does, but where a page is replaced before it was used.
-    """
-
-    is_timed = False  # it would cost the CPU as much as two launches a page
-    _planner: cuda_cache.ListPlanner
-
-    def __init__(self, table: Table, slots: int, device: torch.device):
-        super().__init__(MappedLink(), table, slots, device)
-        self._planner = cuda_cache.ListPlanner(slots, table.rows, device)
-
-    def slots_of(self, rows_U: Tensor) -> Tensor:
-        return self._planner.slots_of(rows_U)
-
-    def _cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._planner.cached_rows()
-
-
 class WholeTable:
     """Cache with a slot for each row of a table, all loaded when it is made."""
 
@@ -388,7 +356,7 @@ class WholeTable:
     def stats(self) -> TransferStats:
         return TransferStats(rows_read=self._table.rows)
 
-    def prefetch(self, page_rows: Tensor | PageRows, soon_A: Tensor | None = None) -> None:
+    def prefetch(self, page: PageRows) -> None:
         """All rows are there."""
 
     def wait(self) -> None:
@@ -476,7 +444,7 @@ class CachedLink(Link):
             self._parts_seen.clear()
         if part is not None:
             self._parts_seen.add(part)
-        cache.prefetch(PageRows(_lists(page), soon, is_counted))
+        cache.prefetch(PageRows(lists=_lists(page), soon=soon, is_counted=is_counted))
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 
@@ -564,7 +532,7 @@ class CachedLink(Link):
         if self.slots == self._table.rows:
             return WholeTable(self._table, self._device)
         if isinstance(self._link, MappedLink):
-            return ListedCache(self._table, self.slots, self._device)
+            return GpuCache(self._table, self.slots, self._device, by_row=False)
         return TorchCache(self._link, self._table, self.slots, self._device)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
@@ -608,10 +576,3 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
         if 0 <= start <= list_U.nbytes - rows_U.nbytes:
             return list_U, start // rows_U.itemsize
     return None
-
-
-def _order_by_use(rows: int, device: torch.device, uses_A: Tensor | None) -> Tensor:
-    """Return the rows by falling expected use."""
-    if uses_A is None:
-        return torch.arange(rows, dtype=torch.int32, device=device)
-    return uses_A.argsort(descending=True, stable=True).int()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from w2v.kernels.batch import View
+from w2v.kernels.cuda_cache import PageRows
 from w2v.model.table import Table
 from w2v.transfer.links import Link
 from w2v.transfer.streams import Waits, current_stream
@@ -51,11 +52,8 @@ class Engine:
         """What has crossed the link so far."""
         return TransferStats()
 
-    def prefetch(self, marks_A: Tensor, soon_A: Tensor | None = None) -> None:
-        """Start to load the rows that the next page touches.
-
-        Marks are bool. A cache evicts rows in the lookahead window, `soon_A`, last.
-        """
+    def prefetch(self, page: PageRows) -> None:
+        """Start to load the rows of the next page."""
 
     def view(self) -> View:
         """Return the records of the rows that were prefetched last, in place."""
@@ -92,9 +90,9 @@ class Paged(Engine):
         seconds = self._waits.seconds
         return TransferStats(self._rows_read, self._rows_read, self._rows_written, seconds)
 
-    def prefetch(self, marks_A: Tensor, soon_A: Tensor | None = None) -> None:
+    def prefetch(self, page: PageRows) -> None:
         """Remember the rows: some may be on the current page until it is done."""
-        self._marks_A = marks_A
+        self._marks_A = page.marks_A
 
     def view(self) -> View:
         if self._marks_A is not None:

@@ -1,14 +1,13 @@
 // Plan the moves of a cache of GPU rows, on the GPU: which rows are loaded into which slots, and
 // which are evicted for them.
 //
-// The rows stand in one order: by falling frequency, or by number where uses are
-// counted. A row's state is one bit at its position in that order. A warp handles a stretch of 32
-// words of 32 bits, one word per lane.
+// A row's state is some bits at the place of its number, and a number of uses. A warp handles a
+// stretch of 32 words of 32 bits, one word per lane.
 //
 // `survey` counts the misses and the evictable rows of each stretch; its last block sums the counts
 // and decides how many rows are loaded and evicted. `list` then writes their row ids and slots.
-// Rows are evicted from the end of the order, and those that are used soon or more often than a
-// limit after all others.
+// Rows are evicted from the last, which are those of rare words, and those that are used soon or
+// more often than a limit after all others.
 
 #include "common.cuh"
 
@@ -62,11 +61,6 @@ struct RowCounts {
     int stretches;
 };
 
-// Return the row at a position. order: the rows by frequency; null if it is their number.
-__device__ int row_at(const int* order, long long position) {
-    return order ? order[position] : position;
-}
-
 // Count a use of the used rows of a word; return the rows with more than `limit` uses. Numbers have
 // USE_BITS bits and stay at the greatest: uses[b * words] has bit b of each. halve: halve them
 // first.
@@ -93,10 +87,9 @@ __device__ unsigned count_uses(
     return more;
 }
 
-// What a page needs. With `uses` in place of marks, Rows::wanted and
-// Rows::late have their bits from mark_rows, and rows with more than totals->limit uses become late
-// too; this limit rises where others do not suffice. With neither, rows that the previous plan left
-// unplaced are placed.
+// What a page needs. Without marks, Rows::wanted and Rows::late have their bits from mark_rows. Rows
+// with more than totals->limit uses become late too; this limit rises where others do not suffice.
+// Without `uses`, rows that the previous plan left unplaced are placed.
 struct Wanted {
     OPTIONAL const bool* marks;      // whether each row is wanted
     OPTIONAL const bool* used_soon;  // whether each row is used soon
@@ -120,12 +113,12 @@ struct PlanSlots {
 // final: no other plan is computing, so a miss without a slot is refused.
 // done: 0 before and after.
 extern "C" __global__ void survey(
-    Rows all, Wanted page, OPTIONAL const int* order, long long count, RowCounts counts,
-    long long slots, bool final, unsigned* done, Totals* totals, Plan* plan,
+    Rows all, Wanted page, long long count, RowCounts counts, long long slots,
+    bool final, unsigned* done, Totals* totals, Plan* plan,
     HOST Notice* notice) {
     const bool *marks = page.marks, *used_soon = page.used_soon;
     const int stretches = counts.stretches;
-    const bool is_new = marks || page.uses;
+    const bool is_new = page.uses;
     if (!is_new && plan->unplaced == 0) {  // nothing is left to place
         if (blockIdx.x + threadIdx.x == 0)
             *plan = {0, 0, MOST_ROWS, MOST_ROWS, totals->allocated, 0};
@@ -141,11 +134,10 @@ extern "C" __global__ void survey(
             unsigned bits = 0, soon_bits = 0;
 #pragma unroll 8
             for (int w = 0; w < 32; w++) {
-                const long long position = 32 * (first + w) + lane_id();
-                const int row = position < count ? row_at(order, position) : -1;
-                const unsigned marked = __ballot_sync(ALL, row >= 0 && marks[row]);
+                const long long row = 32 * (first + w) + lane_id();
+                const unsigned marked = __ballot_sync(ALL, row < count && marks[row]);
                 const unsigned marked_soon =
-                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row]);
+                    __ballot_sync(ALL, row < count && used_soon && used_soon[row]);
                 if (w == lane_id()) {
                     bits = marked;
                     soon_bits = marked_soon;
@@ -154,7 +146,7 @@ extern "C" __global__ void survey(
             all.wanted[word] = bits;
             all.late[word] = soon_bits;
         }
-        if (page.uses) {
+        if (is_new) {
             const unsigned used = page.is_counted ? all.wanted[word] : 0;
             all.late[word] |= count_uses(page.uses + word, 32ll * stretches, used, limit, halve);
         }
@@ -186,7 +178,7 @@ extern "C" __global__ void survey(
     totals->written += evictions;
     notice->unplaced = unplaced;
     if (final && unplaced) notice->refused = unplaced;
-    if (page.uses) totals->limit = limit + (from_last > 0);
+    if (is_new) totals->limit = limit + (from_last > 0);
     *done = 0;
 }
 
@@ -205,12 +197,11 @@ struct SlotMap {
     }
 };
 
-// List the rows to load, the most frequent misses, and the slot of each; and the rows to evict, the
-// least frequent of those evictable. all, order, counts: those of `survey`.
+// List the rows to load, the first misses, and the slot of each; and the rows to evict, the last of
+// those evictable. all, counts: those of `survey`.
 // next_wanted: bits of the next plan, which become 0; may be those in use.
 extern "C" __global__ void list(
-    Rows all, OPTIONAL const int* order, RowCounts counts, PlanSlots rows, Moves moves,
-    unsigned* next_wanted) {
+    Rows all, RowCounts counts, PlanSlots rows, Moves moves, unsigned* next_wanted) {
     const Plan* plan = moves.plan;
     int *loaded = moves.loaded, *evicted = moves.evicted, *slots = moves.slots;
     const int *slot_of = rows.slot_of, *old_slots = rows.old_slots;
@@ -225,13 +216,13 @@ extern "C" __global__ void list(
     const int word_from = from + prefix_sum(__popc(had)) - __popc(had);
     unsigned changed = 0;
     const auto evict = [&](unsigned bits, int sum, int offset) {
-        each_bit(bits, word, sum, [&](int n, long long position) {
+        each_bit(bits, word, sum, [&](int n, long long row) {
             if (n < 0) return;
-            const int at = offset + n, row = row_at(order, position);
+            const int at = offset + n;
             evicted[at] = row;
             slots[into_empty + at] =
-                slot_of ? slot_of[row] : old_slots[word_from + __popc(had & below(position % 32))];
-            changed |= 1u << position % 32;
+                slot_of ? slot_of[row] : old_slots[word_from + __popc(had & below(row % 32))];
+            changed |= 1u << row % 32;
         });
     };
     const int first_sum = counts.evict_first[warp_id()] - kept_first;
@@ -242,11 +233,11 @@ extern "C" __global__ void list(
         evict(all.evict_last(word), last_sum, evicted_first);
     const int miss_sum = counts.misses[warp_id()];
     if (miss_sum < loads)
-        each_bit(all.misses(word), word, miss_sum, [&](int n, long long position) {
+        each_bit(all.misses(word), word, miss_sum, [&](int n, long long row) {
             if (n >= loads) return;
-            loaded[n] = row_at(order, position);
+            loaded[n] = row;
             if (n < into_empty) slots[n] = allocated + n;
-            changed |= 1u << position % 32;
+            changed |= 1u << row % 32;
         });
     const unsigned has = had ^ changed;
     if (changed) all.cached[word] = has;

@@ -4,8 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
     from w2v.api.word2vec import Word2Vec
+    from w2v.rows.embedding import PagedEmbedding, PagedEmbeddingBag
+    from w2v.rows.optimizer import PagedOptimizer
+    from w2v.rows.store import RowStore
 
 __all__ = [
     "PagedEmbedding",
@@ -19,10 +21,10 @@ __version__ = "0.1.0"
 
 PUBLIC = {
     "Word2Vec": "w2v.api.word2vec",
-    "PagedEmbedding": "w2v.api.embedding",
-    "PagedEmbeddingBag": "w2v.api.embedding",
-    "PagedOptimizer": "w2v.api.embedding",
-    "RowStore": "w2v.api.embedding",
+    "PagedEmbedding": "w2v.rows.embedding",
+    "PagedEmbeddingBag": "w2v.rows.embedding",
+    "PagedOptimizer": "w2v.rows.optimizer",
+    "RowStore": "w2v.rows.store",
 }
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from w2v import PagedEmbedding, PagedOptimizer, Word2Vec
-from w2v.model.table import uniform
+from w2v.rows.table import uniform
 
 COMMUNITY = 50  # nodes
 DEGREE = 10  # edges that begin at a node

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from w2v import PagedEmbedding, PagedOptimizer
-from w2v.model.table import normal
+from w2v.rows.table import normal
 
 TASTE = 4  # dimensions
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from tests.bench.results import Figures, memory
 from w2v.distributed.ranks import SINGLE
-from w2v.model.optim import learning_rate
+from w2v.rows.optim import learning_rate
 from w2v.system.process import return_freed_memory
 from w2v.training import build
 from w2v.training.metrics import Total
 from w2v.training.plan import Plan
 from w2v.training.plan import make_plan as make_plan
-from w2v.training.step import TrainingStep
 from w2v.training.trainer import Trainer
 from w2v.vectors import export
+from w2v.word2vec.step import TrainingStep
 
 
 class Stretch(NamedTuple):

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import plot, results
 from tests.bench.measure import Run, at_once, gigabytes, milliseconds, require_gpu, row_sets
 from tests.bench.results import Figures, Results
-from w2v.kernels import cuda, cuda_cache
-from w2v.model.table import Table
-from w2v.transfer.links import MappedLink
+from w2v.rows import moves, ops
+from w2v.rows.link import MappedLink
+from w2v.rows.table import Table
 
 DIM = 128  # of `rows`
 CHUNK = 1 << 20  # rows that are filled at a time
@@ -75,16 +75,16 @@ class Moves:
         self._check()
 
     def gather(self, i: int) -> None:
-        cuda.move_records(self._records_VR, self._sets[i % len(self._sets)], self._arriving)
+        ops.move_records(self._records_VR, self._sets[i % len(self._sets)], self._arriving)
 
     def scatter(self, i: int) -> None:
         rows = self._sets[(i + 1) % len(self._sets)]
-        cuda.move_records(self._records_VR, rows, self._leaving, to_table=True)
+        ops.move_records(self._records_VR, rows, self._leaving, to_table=True)
 
     def both(self, i: int) -> None:
         coming, leaving = (self._narrow[(i + n) % len(self._sets)] for n in range(2))
-        moves = cuda_cache.Moves(coming, leaving, self._slots, self._numbers)
-        cuda_cache.exchange_records(moves, self._records_VR, self._leaving)
+        listed = moves.Moves(coming, leaving, self._slots, self._numbers)
+        moves.exchange_records(listed, self._records_VR, self._leaving)
 
     def rates(self, link: Figures) -> Figures:
         """Return the rates and their shares of contiguous copies."""
@@ -168,12 +168,12 @@ def ours(table_rows: int, values_ND: Tensor) -> Way:
 
     def get(rows_N: Tensor) -> Tensor:
         sorted_N, slots_N = rows_N.sort()
-        link.read(table, sorted_N, records_ND, slots_N)
+        link.read(table.records_VR, sorted_N, records_ND, slots_N)
         return records_ND
 
     def put(rows_N: Tensor) -> None:
         sorted_N, slots_N = rows_N.sort()
-        link.write(table, sorted_N, values_ND, slots_N)
+        link.write(table.records_VR, sorted_N, values_ND, slots_N)
 
     return Way(get, put, lambda rows_N: rows_N, True)
 

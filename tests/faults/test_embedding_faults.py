@@ -25,11 +25,11 @@ from tests.support.embeddings import (
     trainable,
     weights,
 )
-from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
-from w2v.api.embedding.forward import find
-from w2v.model.table import normal
-from w2v.training.checkpoint import Checkpoints
-from w2v.transfer.cache import TorchCache
+from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
+from w2v.rows.cache import TorchCache
+from w2v.rows.checkpoint import Checkpoints
+from w2v.rows.embedding import find
+from w2v.rows.table import normal
 
 BAD_IDS = [
     ([0, ROWS], IndexError, f"id {ROWS} is not a row; rows are 0 to {ROWS - 1}"),

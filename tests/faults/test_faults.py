@@ -24,12 +24,13 @@ import train
 from tests.support.each_case import each_case
 from tests.support.saving import check_checkpoints
 from tests.support.tiny import tiny_arguments, tiny_paths
+from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows.checkpoint import Checkpoint, latest
 from w2v.system.files import sealed
-from w2v.training import checkpoint, checkpoint_files, memory, plan
-from w2v.training.checkpoint import Checkpoint, latest
+from w2v.training import memory, plan
 from w2v.training.memory import Plan
-from w2v.training.step import TrainingStep
 from w2v.vectors import load as vector_files
+from w2v.word2vec.step import TrainingStep
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,11 +25,11 @@ from tests.support.programs import Programs
 from tests.support.rank_processes import PROCESSES
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.config import load_config, save_config
-from w2v.model.table import Table
+from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows.checkpoint import Checkpoint, Checkpoints
+from w2v.rows.table import Table
 from w2v.system.files import exclusive
-from w2v.training import checkpoint, checkpoint_files
 from w2v.training import run_folder as run_folders
-from w2v.training.checkpoint import Checkpoint, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = int(os.environ.get("W2V_SIGNALS", "12"))  # moments of each kind

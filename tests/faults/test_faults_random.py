@@ -21,7 +21,7 @@ import train
 from tests.support.tiny import TEXT, tiny_arguments, tiny_paths, tiny_settings
 from w2v.config import OPTIMIZERS as SUPPORTED
 from w2v.config import Config
-from w2v.training.step import TrainingStep
+from w2v.word2vec.step import TrainingStep
 
 CASES = int(os.environ.get("W2V_CASES", "6"))  # of each property
 OPTIMIZERS = "Adam Adamax RMSprop SGD Adagrad NAdam Rprop SparseAdam LBFGS Optimizer".split()

@@ -22,7 +22,7 @@ from tests.support.programs import Programs
 from tests.support.rank_processes import Pool
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.distributed import launcher
-from w2v.training.checkpoint import Checkpoint
+from w2v.rows.checkpoint import Checkpoint
 
 KILLS = int(os.environ.get("W2V_RANK_KILLS", "1"))
 RANKS = int(os.environ.get("W2V_RANKS", "2"))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import group
 
 from tests.support.rank_processes import Pool
-from w2v.api.embedding import PagedEmbedding, PagedOptimizer
+from w2v import PagedEmbedding, PagedOptimizer
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.support.each_case import each_case
 from tests.support.steps import make_step, records, train
 from w2v.config import ConfigError, OptimizerConfig
-from w2v.kernels.batch import Lookahead
-from w2v.kernels.cuda_cache import AGE, HIGHEST_LIMIT, PageRows
-from w2v.kernels.reference import ReferenceKernels, unique_rows
-from w2v.model.table import Table
-from w2v.transfer.cache import GpuCache, TorchCache
-from w2v.transfer.links import Link, MappedLink
+from w2v.rows.cache import GpuCache, TorchCache
+from w2v.rows.link import Link, MappedLink
+from w2v.rows.moves import AGE, HIGHEST_LIMIT, PageRows
+from w2v.rows.table import Table
+from w2v.word2vec.batch import Lookahead
+from w2v.word2vec.reference import ReferenceKernels, unique_rows
 
 ROWS, DIM = 24, 3
 STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "2000"))
@@ -104,7 +104,7 @@ def with_windows(batches, rows, device, seed):
 
 
 def batches_of(*words):
-    """Return batches with input vectors and output vectors of these sets of words."""
+    """Return batches of input and output vectors of these sets of words."""
     return [RowBatch(rows_of(*both), number) for number, both in enumerate(words)]
 
 

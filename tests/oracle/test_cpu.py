@@ -18,12 +18,12 @@ from tests.support.steps import (
     with_tree,
 )
 from w2v.config import ModelConfig, OptimizerConfig
-from w2v.kernels import cpu_loops
-from w2v.kernels.batch import FAULT_BITS, Batch, Objective, output_vectors
-from w2v.kernels.cpu import ThreadGrads
-from w2v.kernels.cpu_loops import UniqueRows
-from w2v.model.huffman import make_tree
-from w2v.model.optim import RowOptimizer
+from w2v.rows.optim import RowOptimizer
+from w2v.word2vec import cpu_loops
+from w2v.word2vec.batch import FAULT_BITS, Batch, Objective, output_vectors
+from w2v.word2vec.cpu import ThreadGrads
+from w2v.word2vec.cpu_loops import UniqueRows
+from w2v.word2vec.huffman import make_tree
 
 CBOW = Objective(cbow=True)
 MODELS = pytest.mark.parametrize(

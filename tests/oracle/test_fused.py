@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from tests.support.pairwise import pairwise
-from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.embedding.group import RowGroup
-from w2v.api.embedding.table import PagedTable
-from w2v.kernels import cuda
-from w2v.kernels.cuda import Bags
+from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v.rows import ops
+from w2v.rows.group import RowGroup
+from w2v.rows.ops import Bags
+from w2v.rows.paged_table import PagedTable
+from w2v.word2vec import cuda
 
 SIZES, DIM, LR = (20, 30, 40), 6, 0.5
 
@@ -112,8 +113,8 @@ def test_fused_tables_equal_those_of_torch(shape, paddings, ahead, unused):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, monkeypatch):
     seen = []
-    sums = cuda.sum_gradients
-    monkeypatch.setattr(cuda, "sum_gradients", lambda *given: (seen.append(given[0]), sums(*given)))
+    sums = ops.sum_gradients
+    monkeypatch.setattr(ops, "sum_gradients", lambda *given: (seen.append(given[0]), sums(*given)))
     ours, theirs = modules(True, (None,) * 3, mode="sum")
     paged = PagedOptimizer(ours, "SGD", lr=LR, fused=True)
     ids = [torch.randint(rows, (5, 3)) for rows in SIZES]

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +24,12 @@ from tests.support.steps import (
 )
 from tests.support.structs import layout_assertions
 from w2v.config import ModelConfig, OptimizerConfig
-from w2v.kernels import cpu_loops, cuda, launch
-from w2v.kernels.batch import (
+from w2v.rows import launch
+from w2v.rows.ops import View
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import padded
+from w2v.word2vec import cpu_loops, cuda
+from w2v.word2vec.batch import (
     FAULT_BITS,
     Grads,
     Objective,
@@ -34,22 +37,19 @@ from w2v.kernels.batch import (
     StepShape,
     StepState,
     Update,
-    View,
     max_batch_rows,
 )
-from w2v.kernels.cpu import CpuKernels, ThreadGrads
-from w2v.kernels.reference import ReferenceKernels
-from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler
-from w2v.model.table import padded
+from w2v.word2vec.cpu import CpuKernels, ThreadGrads
+from w2v.word2vec.reference import ReferenceKernels
+from w2v.word2vec.sampler import Sampler
 
-SOURCES = Path(launch.__file__).parent / "cu"
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1}
 FORMULAS |= dict.fromkeys(("adadelta", "adam", "adamw", "adamax"), 2)
 GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED".split()
 VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
+    ("lookup.cu", {}),
     ("draw.cu", {}),
     ("unique.cu", {"WINDOW": 5, "TARGETS": 6, "PATHS": 0}),
     ("unique.cu", {"WINDOW": 20, "TARGETS": 0, "PATHS": 1}),
@@ -121,8 +121,9 @@ def device_of(kernels):
 @pytest.mark.parametrize("source, macros", VARIANTS, ids=str)
 def test_cuda_sources_compile(source, macros, tmp_path):
     defines = [f"-D{name}={value}" for name, value in macros.items()]
+    defines += [f"-I{folder}" for folder in launch.SOURCES]
     code = tmp_path / "kernel.cu"
-    code.write_text(f'#include "{SOURCES / source}"\n{layout_assertions(source)}')
+    code.write_text(f'#include "{source}"\n{layout_assertions(source)}')
     output = ["-ptx", str(code), "-o", str(tmp_path / "kernel.ptx")]
     oldest = "-arch=sm_75"  # that CUDA 13 compiles for
     command = ["nvcc", oldest, "-std=c++17", "-Xcicc", "-O0", *defines, *output]
@@ -130,7 +131,9 @@ def test_cuda_sources_compile(source, macros, tmp_path):
 
 
 def test_every_cuda_source_and_formula_is_compiled_by_the_tests():
-    assert {source for source, _ in VARIANTS} == {path.name for path in SOURCES.glob("*.cu")}
+    assert {source for source, _ in VARIANTS} == {
+        path.name for folder in launch.SOURCES for path in folder.glob("*.cu")
+    }
     formulas = {RowOptimizer(OptimizerConfig(name=name)).formula for name, _ in OPTIMIZERS}
     assert formulas == set(FORMULAS)
 

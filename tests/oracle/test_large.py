@@ -1,4 +1,4 @@
-"""The last rows of a table of over 2^31 elements behave like a small table.
+"""Last rows of over 2^31 elements behave like a small table.
 
 The elements have two bytes, to save memory.
 """
@@ -8,17 +8,16 @@ import torch
 
 from tests.support.steps import train
 from w2v.config import OptimizerConfig
-from w2v.distributed.exchange import LocalExchange
-from w2v.kernels.batch import Batch, StepShape, StepState
-from w2v.kernels.cuda import CudaKernels
-from w2v.kernels.cuda_cache import PageRows
-from w2v.model.optim import RowOptimizer
-from w2v.model.table import Table
+from w2v.rows.cache import Engine, GpuCache
+from w2v.rows.link import MappedLink
+from w2v.rows.moves import PageRows
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import Table
 from w2v.system.resources import free_host_bytes, lockable_bytes
-from w2v.training.step import TrainingStep
-from w2v.transfer.cache import GpuCache
-from w2v.transfer.engine import Engine
-from w2v.transfer.links import MappedLink
+from w2v.word2vec.batch import Batch, StepShape, StepState
+from w2v.word2vec.cuda import CudaKernels
+from w2v.word2vec.exchange import LocalExchange
+from w2v.word2vec.step import TrainingStep
 
 ROWS, FEW, DIM, DTYPE = 18_000_000, 2000, 128, torch.float16
 FIRST = ROWS - FEW  # the rows from here on are those of the small table

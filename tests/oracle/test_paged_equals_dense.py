@@ -20,7 +20,7 @@ from tests.support.embeddings import (
     weights,
 )
 from tests.support.pairwise import pairwise
-from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.config import OPTIMIZERS
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.support.steps import make_step, one_sentence, train
 from w2v.config import ModelConfig, OptimizerConfig
-from w2v.model.sampler import Sampler
+from w2v.word2vec.sampler import Sampler
 
 ROWS, WORDS = 60, np.arange(3000)
 TEXT = one_sentence(WORDS * 7 % 11 + WORDS % 5 * 11, ROWS)  # a pattern

@@ -17,20 +17,12 @@ from tests.support.rank_threads import checked, together
 from tests.support.steps import make_step, moved, part_of, problem, records, sorted_grads, train
 from w2v.config import OPTIMIZERS, OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import (
-    FAULT_BITS,
-    SKIPGRAM,
-    Batch,
-    Counts,
-    IdsByRank,
-    Objective,
-    StepShape,
-    View,
-)
-from w2v.kernels.cuda_shard import CudaShardKernels
-from w2v.kernels.reference import ReferenceKernels
-from w2v.model.huffman import make_tree
-from w2v.model.optim import FUSED_BETAS
+from w2v.rows.ops import View
+from w2v.rows.optim import FUSED_BETAS
+from w2v.word2vec.batch import FAULT_BITS, SKIPGRAM, Batch, Counts, IdsByRank, Objective, StepShape
+from w2v.word2vec.cuda_shard import CudaShardKernels
+from w2v.word2vec.huffman import make_tree
+from w2v.word2vec.reference import ReferenceKernels
 
 ROWS, DIM, BATCHES, CENTERS, LR = 301, 48, 8, 64, 0.01
 EPOCHS = 2

@@ -19,16 +19,16 @@ import torch
 from tests.support.each_case import each_case
 from tests.support.steps import make_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
-from w2v.kernels.batch import Position, output_vectors
-from w2v.model.huffman import make_tree
-from w2v.model.sampler import Sampler, TrainingText, negative_distribution
+from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.system.files import sealed
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
-from w2v.training import checkpoint, checkpoint_files
-from w2v.training.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.training.trainer import Diverged, Trainer, TrainingLoop
 from w2v.vectors import export
+from w2v.word2vec.batch import Position, output_vectors
+from w2v.word2vec.huffman import make_tree
+from w2v.word2vec.sampler import Sampler, TrainingText, negative_distribution
 
 
 @pytest.fixture(autouse=True)

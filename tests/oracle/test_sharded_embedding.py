@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from tests.support.rank_processes import Pool
-from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.embedding.sharded import RoutedLookUp
+from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.config import OPTIMIZERS
 from w2v.distributed.ranks import SINGLE
+from w2v.rows.shard import RoutedLookUp
 
 ROWS, DIM, BATCH, STEPS = 31, 6, 16, 5
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.each_case import each_case
-from w2v.api.embedding import PagedEmbedding, PagedOptimizer
+from w2v import PagedEmbedding, PagedOptimizer
 from w2v.config import OPTIMIZERS
 
 ROWS, DIM = 9, 6

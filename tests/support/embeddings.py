@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from w2v.api.embedding import PagedEmbedding, PagedOptimizer, RowStore
+from w2v import PagedEmbedding, PagedOptimizer, RowStore
 
 ROWS, DIM = 9, 6
 

@@ -4,9 +4,9 @@ import json
 import random
 
 from w2v.config import load_config
-from w2v.model.optim import RowOptimizer
-from w2v.model.table import Table
-from w2v.training.checkpoint import Checkpoint
+from w2v.rows.checkpoint import Checkpoint
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import Table
 
 NEAR = 200  # words of a line are so near to each other
 

@@ -6,22 +6,21 @@ import numpy as np
 import torch
 
 from w2v.config import ModelConfig
-from w2v.distributed.exchange import LocalExchange, RankExchange
-from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE
-from w2v.kernels.batch import Batch, Objective, StepShape, StepState, output_vectors
-from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
-from w2v.kernels.cuda import CudaKernels, TorchStepKernels
-from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
-from w2v.kernels.reference import ReferenceKernels, expand
-from w2v.model.huffman import make_tree
-from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler, TrainingText
-from w2v.model.table import Table, uniform
-from w2v.training.step import TrainingStep
-from w2v.transfer.cache import GpuCache, TorchCache
-from w2v.transfer.engine import Engine, Paged
-from w2v.transfer.links import link_between
+from w2v.rows.cache import Engine, GpuCache, Paged, TorchCache
+from w2v.rows.link import link_between
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import Table, uniform
+from w2v.word2vec.batch import Batch, Objective, StepShape, StepState, output_vectors
+from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
+from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
+from w2v.word2vec.cuda_shard import CudaPeerKernels, CudaShardKernels
+from w2v.word2vec.exchange import LocalExchange, RankExchange
+from w2v.word2vec.huffman import make_tree
+from w2v.word2vec.peers import PeerExchange, PeerMemory
+from w2v.word2vec.reference import ReferenceKernels, expand
+from w2v.word2vec.sampler import Sampler, TrainingText
+from w2v.word2vec.step import TrainingStep
 
 DTYPE = torch.float32
 MODEL = ModelConfig(negative=5)
@@ -45,7 +44,7 @@ def make_step(
     peers=False,
     folder=None,
 ):
-    """Return a `TrainingStep` on this rank's rows; `rows` of each of two tables.
+    """Return a `TrainingStep` on `rows` input and output vectors.
 
     Kernels and engine are named as in `make_kernels` and `make_engine`. Tables are stored on the
     device, or pinned for an engine that pages, unless `storage` says where; "mmap" needs a folder.
@@ -93,7 +92,7 @@ def make_kernels(name, shape, threads=1, ranks=SINGLE):
 
 
 def make_table(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, folder=None):
-    """Return this rank's rows of two tables in turn; weights are in [-0.5, 0.5)."""
+    """Return this rank's rows; weights are in [-0.5, 0.5)."""
     rows, states = ranks.shard_rows(rows), optimizer.states(dim)
     path = folder and folder / "vectors.records"
     table = Table("vectors", 2 * rows, dim, states, optimizer.scalars, storage, dtype, path)

@@ -3,7 +3,7 @@
 import ctypes
 import re
 
-from w2v.kernels import launch
+from w2v.rows import launch
 
 TYPES = {
     "bool": ctypes.c_bool,

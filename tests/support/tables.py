@@ -4,8 +4,8 @@ import torch
 
 from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import SINGLE
-from w2v.model.optim import RowOptimizer
-from w2v.model.table import Table
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import Table
 
 
 def make_tables(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from w2v.config import ConfigError, OptimizerConfig, load_config
-from w2v.model import auto
-from w2v.model.auto import Use
 from w2v.text.vocab import Vocab
 from w2v.training import build, plan
+from w2v.word2vec import auto
+from w2v.word2vec.auto import Use
 
 SMALL = """
     vocab.min_count=1 model.vector_size=32 model.window=3 model.sample=0 train.epochs=5

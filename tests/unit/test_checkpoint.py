@@ -14,8 +14,8 @@ from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
 from w2v.distributed.ranks import RanksDiffer
-from w2v.training import checkpoint, checkpoint_files
-from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer, latest
+from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows.checkpoint import CheckpointError, Checkpoints, SaveTimer, latest
 
 NONE, SOME, ALL = 0, 500, 1 << 30  # bytes for copies; the six files of two tables have 2,760
 INPUT = "input-00000-of-00003.safetensors"

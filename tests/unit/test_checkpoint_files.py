@@ -11,7 +11,7 @@ from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
 from w2v.distributed.ranks import SINGLE
-from w2v.training import checkpoint_files
+from w2v.rows import checkpoint_files
 
 ROWS = 23
 pytestmark = pytest.mark.usefixtures("one_thread")

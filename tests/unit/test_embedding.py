@@ -27,14 +27,13 @@ from tests.support.embeddings import (
     weights,
 )
 from tests.support.pairwise import pairwise
-from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
-from w2v.api.embedding.ids import joined, stacked
-from w2v.api.embedding.look_up import look_up
-from w2v.api.embedding.modules import trained_tables
-from w2v.api.embedding.optimizer import look_up_batch
+from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.config import OPTIMIZERS
-from w2v.model.table import normal
-from w2v.transfer.cache import RowCache
+from w2v.rows.cache import RowCache
+from w2v.rows.embedding import trained_tables
+from w2v.rows.lookup import joined, look_up, stacked
+from w2v.rows.optimizer import look_up_batch
+from w2v.rows.table import normal
 
 
 @somewhere

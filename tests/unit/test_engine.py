@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from w2v.kernels.cuda_cache import PageRows
-from w2v.model.table import RowState, Table
-from w2v.transfer.engine import Engine, Paged
-from w2v.transfer.links import link_between, measure_copy_rate
+from w2v.rows.cache import Engine, Paged
+from w2v.rows.link import link_between, measure_copy_rate
+from w2v.rows.moves import PageRows
+from w2v.rows.table import RowState, Table
 
 ROWS, DIM = 800, 30
 GPU = pytest.mark.gpu

@@ -13,7 +13,7 @@ import evaluate
 from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from tests.support.rank_threads import checked, together
-from w2v.model.table import Table
+from w2v.rows.table import Table
 from w2v.text.vocab import Vocab
 from w2v.vectors import export
 from w2v.vectors.load import ARRAY, VOCAB, load, load_words

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.support.steps import expand_words
 from w2v.config import ConfigError, ModelConfig
-from w2v.model import heldout
-from w2v.model.heldout import HeldOut
-from w2v.model.huffman import make_tree
-from w2v.model.sampler import Sampler, TrainingText
+from w2v.word2vec import heldout
+from w2v.word2vec.heldout import HeldOut
+from w2v.word2vec.huffman import make_tree
+from w2v.word2vec.sampler import Sampler, TrainingText
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import numpy as np
 from gensim.models import KeyedVectors, word2vec
 
 from tests.support.each_case import each_case
-from w2v.model.huffman import make_tree
+from w2v.word2vec.huffman import make_tree
 
 
 def gensims_paths(counts):

@@ -13,32 +13,33 @@ import torch
 from tests.support.steps import make_table, problem, with_tree
 from tests.support.structs import TYPES, as_structure
 from w2v.config import OptimizerConfig
-from w2v.kernels import cuda, cuda_cache, launch
-from w2v.kernels.batch import (
+from w2v.rows import launch, ops
+from w2v.rows.cache import GpuCache
+from w2v.rows.link import MappedLink
+from w2v.rows.moves import PageRows
+from w2v.rows.ops import Bags, Span, Spans, View
+from w2v.rows.optim import Hyper, RowOptimizer
+from w2v.word2vec import cuda
+from w2v.word2vec.batch import (
     BatchSeed,
     Counts,
-    Hyper,
     IdsByRank,
     Pool,
     RowGrads,
     StepShape,
     StepState,
     Update,
-    View,
 )
-from w2v.kernels.cuda import Bags, CudaKernels, TorchStepKernels
-from w2v.kernels.cuda_cache import PageRows, Span, Spans
-from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
-from w2v.model.optim import RowOptimizer
-from w2v.transfer.cache import GpuCache
-from w2v.transfer.links import MappedLink
+from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
+from w2v.word2vec.cuda_shard import CudaPeerKernels, CudaShardKernels
 
 CPU = torch.device("cpu")
 VECTORS, DIM = 40, 4
 ROWS = 2 * VECTORS
 KERNELS = {
     (path.name, name)
-    for path in launch.SOURCES.glob("*.cu")
+    for folder in launch.SOURCES
+    for path in folder.glob("*.cu")
     for name in re.findall(rf"{launch.GLOBAL}(\w+)\(", launch.source_text(path.name))
 }
 # `cupy.cuda` needs what CuPy sets before it imports it. As compiled modules do, it does not wait.
@@ -46,7 +47,7 @@ CUPY = "import time; time.sleep(0.3); version = 13; import cupy.cuda"
 CUDA = "import sys, types; runtime = types.SimpleNamespace(**vars(sys.modules['cupy']))"
 THREADS = """
 import importlib, threading, time
-from w2v.kernels.launch import cuda_runtime
+from w2v.rows.launch import cuda_runtime
 other = threading.Thread(target=importlib.import_module, args=["cupy"])
 other.start()
 time.sleep(0.1)
@@ -231,15 +232,13 @@ def cache_rows():
 
 def look_up():
     spans = Spans.of([Span(ROWS, 3, (0, 40)), Span(9, None, (20, 60))], [], CPU)
-    readback = torch.zeros(cuda_cache.numbers_of(4), dtype=torch.int64)
+    readback = torch.zeros(ops.numbers_of(4), dtype=torch.int64)
     ids_N = torch.arange(6)
-    cuda_cache.find_rows(ids_N, spans, 3, readback)
-    found = cuda_cache.find_rows(ids_N, spans, 3, readback, is_filled=True)
-    cuda_cache.find_rows(
-        ids_N, Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True
-    )
+    ops.find_rows(ids_N, spans, 3, readback)
+    found = ops.find_rows(ids_N, spans, 3, readback, is_filled=True)
+    ops.find_rows(ids_N, Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True)
     records_NR = torch.zeros(6, 32)
-    cuda.copy_repeated(found.places_N, found.last_N, records_NR)
+    ops.copy_repeated(found.places_N, found.last_N, records_NR)
 
 
 def use_bags(dtype):
@@ -248,16 +247,16 @@ def use_bags(dtype):
     slots_U = torch.zeros(ROWS, dtype=torch.int32)
     bags = Bags(2, torch.tensor([0, 3]), is_mean=True)
     for given in ((None, places_N), (slots_U, places_N), (slots_U, places_N, DIM, bags, 1)):
-        weight_ND = cuda.gather_bags(records_SR, *given[:2], DIM, *given[3:])
+        weight_ND = ops.gather_bags(records_SR, *given[:2], DIM, *given[3:])
     sums_UD = torch.zeros(6, DIM)
-    cuda.sum_gradients(weight_ND, places_N, sums_UD, bags, 1)
-    cuda.sum_gradients(
+    ops.sum_gradients(weight_ND, places_N, sums_UD, bags, 1)
+    ops.sum_gradients(
         torch.zeros(1, 2, DIM).expand(2, 2, DIM), places_N, sums_UD, Bags(2, None, 1, False, 2)
     )
     for count in (None, torch.tensor(3)):
         for slots in (None, slots_U):
             args = slots, count, sums_UD, torch.tensor(0.1)  # as torch's optimizers may have it
-            cuda.step_rows(optimizer, (1.0, -1), 2**64 - 1, records_SR, *args)
+            ops.step_rows(optimizer, (1.0, -1), 2**64 - 1, records_SR, *args)
 
 
 def test_every_kernel_gets_what_its_parameters_are(launches):
@@ -386,9 +385,9 @@ def test_elements_are_those_of_the_macro(launches):
 def test_memory_of_the_cpu_is_refused_but_where_a_kernel_takes_it(launches, monkeypatch):
     on_cpu = torch.arange(4)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
-    launch.kernel("cache.cu", "place_ids").bind(readback=on_cpu)
+    launch.kernel("lookup.cu", "place_ids").bind(readback=on_cpu)
     with pytest.raises(TypeError, match="ids is .* on cpu"):
-        launch.kernel("cache.cu", "place_ids").bind(ids=on_cpu)
+        launch.kernel("lookup.cu", "place_ids").bind(ids=on_cpu)
 
 
 def test_a_kernel_is_launched_on_the_gpu_of_its_arguments(mark_rows, monkeypatch):

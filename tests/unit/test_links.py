@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.support.pairwise import pairwise
-from w2v.model.table import RowState, Table
-from w2v.transfer import links
-from w2v.transfer.links import Link, MappedLink, StagedLink, link_between
+from w2v.rows import link as links
+from w2v.rows.link import Link, MappedLink, StagedLink, link_between
+from w2v.rows.table import RowState, Table
 
 ROWS = 5000
 GPU = pytest.mark.gpu
@@ -51,12 +51,12 @@ def test_read_and_write_move_exactly_the_given_rows(place, with_slots, dim, stat
     given = slots.to(device) if with_slots else None
     buffer = torch.full((count + 9 * with_slots, table.width), -1.0, device=device)
 
-    link.read(table, rows.to(device), buffer, given)
+    link.read(table.records_VR, rows.to(device), buffer, given)
     assert torch.equal(buffer.cpu()[slots], expected[rows])
     assert (buffer == -1).all(1).sum() == len(buffer) - count
 
     buffer.mul_(2)
-    link.write(table, rows.to(device), buffer, given)
+    link.write(table.records_VR, rows.to(device), buffer, given)
     if device == "cuda":
         torch.cuda.synchronize()
     expected[rows] *= 2
@@ -84,10 +84,10 @@ def test_staged_buffers_are_reused_only_after_their_last_copy(monkeypatch):
     link._ring = [(torch.empty(4 * 128, dtype=torch.uint8), Copy()) for _ in range(links.RING)]
     rows, slots = torch.arange(3, 93, 3), torch.arange(59, 29, -1)
     for _ in range(2):
-        link.read(table, rows, buffer, slots)
+        link.read(table.records_VR, rows, buffer, slots)
         assert torch.equal(buffer[slots], expected[rows])
         buffer[slots] *= 2
-        link.write(table, rows, buffer, slots)
+        link.write(table.records_VR, rows, buffer, slots)
         expected[rows] *= 2
         assert torch.equal(table.records_VR, expected)
 

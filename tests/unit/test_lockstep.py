@@ -5,9 +5,9 @@ import torch
 
 from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, together
-from w2v.distributed.lockstep import BATCHES_PER_VOTE, Decision, Lockstep
 from w2v.distributed.ranks import SINGLE
-from w2v.kernels.batch import Batch
+from w2v.training.lockstep import BATCHES_PER_VOTE, Decision, Lockstep
+from w2v.word2vec.batch import Batch
 
 NO_WORDS = torch.zeros(0, dtype=torch.int32)
 

@@ -11,15 +11,15 @@ import torch
 
 from w2v.config import ConfigError, load_config
 from w2v.distributed.ranks import Ranks
-from w2v.model.huffman import make_tree
-from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler, TrainingText
-from w2v.model.table import Table, host_memory, pinning_is_limited
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import Table, host_memory, pinning_is_limited
 from w2v.text.vocab import keep_probabilities
 from w2v.training import memory
 from w2v.training.memory import DoesNotFit, Machine, Plan, explained
 from w2v.training.plan import describe_bytes
 from w2v.vectors.export import EXPORT_BYTES
+from w2v.word2vec.huffman import make_tree
+from w2v.word2vec.sampler import Sampler, TrainingText
 
 GIB = 1 << 30
 PLENTY = dict.fromkeys(["host", "locked", "gpu", "disk", "files"], 1000 * GIB)

@@ -6,9 +6,9 @@ from torch import nn
 
 from tests.support.each_case import each_case
 from w2v.config import NOT_ROWWISE, OPTIMIZERS, ConfigError, OptimizerConfig
-from w2v.model.optim import RowOptimizer, learning_rate, optimizer_name
-from w2v.model.table import Table
-from w2v.transfer.links import link_between
+from w2v.rows.link import link_between
+from w2v.rows.optim import RowOptimizer, learning_rate, optimizer_name
+from w2v.rows.table import Table
 
 ROWS, DIM, STEPS, LR = 12, 7, 6, 0.05
 WITH_ARGS = [

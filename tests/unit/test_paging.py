@@ -9,15 +9,15 @@ import torch
 from tests.support.pairwise import pairwise
 from tests.support.zipf import zipf_text
 from w2v.config import ModelConfig
-from w2v.kernels.batch import CHUNK_BATCHES, StepShape
-from w2v.kernels.cuda_cache import PageRows
-from w2v.kernels.reference import ReferenceKernels
-from w2v.model.sampler import Sampler, TrainingText, negative_distribution
-from w2v.model.table import Table
+from w2v.rows.cache import TorchCache
+from w2v.rows.link import Link
+from w2v.rows.moves import PageRows
+from w2v.rows.table import Table
 from w2v.training.build import LOOKAHEAD_SHARE, choose_lookahead, choose_paging
 from w2v.training.memory import MOST_STEPS
-from w2v.transfer.cache import TorchCache
-from w2v.transfer.links import Link
+from w2v.word2vec.batch import CHUNK_BATCHES, StepShape
+from w2v.word2vec.reference import ReferenceKernels
+from w2v.word2vec.sampler import Sampler, TrainingText, negative_distribution
 
 CPU = torch.device("cpu")
 VECTORS, CENTERS = 5_000, 500

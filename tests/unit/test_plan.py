@@ -17,19 +17,18 @@ from tests.support.zipf import zipf_text
 from w2v.config import ConfigError, load_config
 from w2v.distributed.launcher import NUMBERS, require_environment
 from w2v.distributed.ranks import SINGLE
-from w2v.kernels.batch import StepShape
-from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels
-from w2v.kernels.reference import ReferenceKernels
-from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler
+from w2v.rows.cache import Engine, Paged, TorchCache
+from w2v.rows.optim import RowOptimizer
 from w2v.text.sources import CorpusError
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.build import build, make_kernels, make_paging, make_peer_kernels, make_text
 from w2v.training.memory import Machine, Plan
 from w2v.training.plan import choose_device, choose_engine, choose_kernels, describe, make_plan
-from w2v.transfer.cache import TorchCache
-from w2v.transfer.engine import Engine, Paged
+from w2v.word2vec.batch import StepShape
+from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels
+from w2v.word2vec.reference import ReferenceKernels
+from w2v.word2vec.sampler import Sampler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CPU_ONLY = Machine(cores=2, host_bytes=2**34, gpu="", gpu_free_bytes=0, cuda_torch="", cuda_cupy="")

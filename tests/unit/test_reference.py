@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.each_case import each_case
-from w2v.kernels import reference
-from w2v.kernels.batch import Batch, Objective, Pairs, StepShape, View
-from w2v.kernels.reference import ReferenceKernels, all_finite, count_pairs, expand, unique_rows
-from w2v.model.huffman import make_tree
+from w2v.rows.ops import View
+from w2v.word2vec import reference
+from w2v.word2vec.batch import Batch, Objective, Pairs, StepShape
+from w2v.word2vec.huffman import make_tree
+from w2v.word2vec.reference import ReferenceKernels, all_finite, count_pairs, expand, unique_rows
 
 CPU = torch.device("cpu")
 WORDS, DIM = 10, 4
@@ -38,7 +39,7 @@ def random_problem(seed, B=6, C=4, K=3, V=7, D=4):
 
 
 def one_pair(context, target, negative=None, dim=1):
-    """Return vectors of equal numbers, and a pair of them; it may have a negative."""
+    """Return vectors of equal numbers, and a pair, with or without a negative."""
     numbers = [[context], [target], [0.0], [negative or 0.0]]
     return (
         torch.tensor(numbers).repeat(1, dim),

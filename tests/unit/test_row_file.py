@@ -14,8 +14,8 @@ import torch
 
 from tests.support.each_case import each_case
 from w2v import PagedEmbedding, PagedOptimizer, RowStore
-from w2v.model.row_file import save_npy
-from w2v.model.table import RowState, Table, normal, uniform
+from w2v.rows.file import save_npy
+from w2v.rows.table import RowState, Table, normal, uniform
 
 pytestmark = pytest.mark.filterwarnings("error")
 ROOT = Path(__file__).parents[2]
@@ -223,7 +223,7 @@ def test_a_table_whose_process_was_killed_says_that_its_scalars_are_older(tmp_pa
 
 KILLED_TABLE = """
 import os, signal, sys, torch
-from w2v.model.table import RowState, Table
+from w2v.rows.table import RowState, Table
 states, scalars = {"exp_inf": RowState(100, 0.25)}, {"step": torch.tensor(0.0)}
 table = Table("input", 5, 100, states, scalars, "mmap", path=sys.argv[1])
 table["weight"].fill_(1); table.scalars["step"].fill_(1); table.flush()

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.each_case import each_case
 from tests.support.embeddings import DIM, ROWS, row_store, stored
-from w2v.api.embedding import RowStore
+from w2v import RowStore
 
 
 @stored

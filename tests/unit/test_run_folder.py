@@ -12,10 +12,10 @@ from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables
 from w2v.config import ConfigError, flat_config, load_config
+from w2v.rows.checkpoint import Checkpoints
 from w2v.system.files import atomic_path
 from w2v.text import CorpusError
 from w2v.training import run_folder
-from w2v.training.checkpoint import Checkpoints
 from w2v.vectors.runs import RunError
 
 

@@ -15,10 +15,10 @@ from scipy.stats import chisquare
 from tests.support.each_case import each_case
 from tests.support.steps import expand_words
 from w2v.config import ModelConfig
-from w2v.kernels import cuda, reference
-from w2v.kernels.batch import BatchSeed, Pool, StepShape
-from w2v.kernels.cpu import CpuKernels
-from w2v.model.sampler import (
+from w2v.word2vec import cuda, reference
+from w2v.word2vec.batch import BatchSeed, Pool, StepShape
+from w2v.word2vec.cpu import CpuKernels
+from w2v.word2vec.sampler import (
     CHUNK_PIECES,
     Position,
     Sampler,

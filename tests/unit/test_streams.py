@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from w2v.transfer import streams
-from w2v.transfer.streams import Waits, current_stream, on_stream
+from w2v.rows import link as streams
+from w2v.rows.link import Waits, current_stream, on_stream
 
 
 class Event:

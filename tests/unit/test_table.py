@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.each_case import each_case
-from w2v.model.table import (
+from w2v.rows.table import (
     ALIGNMENT,
     INIT_CHUNK,
     RowState,

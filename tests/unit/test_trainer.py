@@ -11,12 +11,13 @@ import torch
 from tests.support.each_case import each_case
 from tests.support.zipf import zipf_text
 from w2v.config import load_config
-from w2v.kernels.batch import FAULTS
-from w2v.model.optim import learning_rate
-from w2v.training import build, checkpoint, plan, trainer
-from w2v.training.checkpoint import Checkpoints
-from w2v.training.step import TrainingStep
+from w2v.rows import checkpoint
+from w2v.rows.checkpoint import Checkpoints
+from w2v.rows.optim import learning_rate
+from w2v.training import build, plan, trainer
 from w2v.training.trainer import Diverged, Trainer, Trial
+from w2v.word2vec.batch import FAULTS
+from w2v.word2vec.step import TrainingStep
 
 EPOCHS = 2
 

@@ -21,10 +21,10 @@ from tests.support.each_case import each_case
 from tests.support.small_text import record_calls
 from w2v import Word2Vec
 from w2v.config import OPTIMIZERS, load_config
-from w2v.model import auto
-from w2v.model.optim import RowOptimizer
+from w2v.rows.optim import RowOptimizer
 from w2v.text.vocab import keep_probabilities
 from w2v.training import plan
+from w2v.word2vec import auto
 
 ROOT = Path(__file__).parents[2]
 COLORS = "red green blue pink grey".split()

@@ -96,12 +96,12 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             open_gpu(launcher.number("LOCAL_RANK"))
         import torch
 
-        from w2v.model import sampler
+        from w2v.word2vec import sampler
 
         if is_new and config.train.device != "cpu" and torch.cuda.is_available():
             threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
+        from w2v.rows.link import measure_copy_rate
         from w2v.training import build, memory, plan, run_folder, trainer
-        from w2v.transfer.links import measure_copy_rate
 
         ranks = plan.join_ranks(config)
     with signals.deferred():

@@ -29,17 +29,17 @@ from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
 from w2v.config import COMMAND_LINE, CONFIGS, TYPES, Config, ConfigError, load_config, require
-from w2v.model import auto
-from w2v.model.optim import RowOptimizer, optimizer_name
-from w2v.model.table import Table
+from w2v.rows.optim import RowOptimizer, optimizer_name
+from w2v.rows.table import Table
 from w2v.system.process import cores
 from w2v.text.corpus import Corpus, NoKnownWords
 from w2v.text.encode import encode_sentences
 from w2v.text.vocab import Vocab
 from w2v.training import build, plan
 from w2v.training.memory import Machine, explained
-from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
+from w2v.word2vec import auto
+from w2v.word2vec.step import TrainingStep
 
 log = logging.getLogger("w2v")
 CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center

@@ -17,27 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.distributed.exchange import Exchange, LocalExchange, RankExchange
-from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels import Kernels
-from w2v.kernels.batch import Batch, StepState, Tree, chunk_words, max_rows
-from w2v.kernels.cuda import CudaKernels, TorchStepKernels
-from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
-from w2v.kernels.reference import ReferenceKernels
-from w2v.model import heldout
-from w2v.model.heldout import HeldOut
-from w2v.model.row_file import nameless_records
-from w2v.model.sampler import Sampler, TrainingText, negative_distribution
-from w2v.model.table import Storage, Table, record_width, uniform
+from w2v.rows.cache import Engine, GpuCache, Paged, TorchCache
+from w2v.rows.file import nameless_records
+from w2v.rows.link import MappedLink, link_between
+from w2v.rows.table import Storage, Table, record_width, uniform
 from w2v.system.process import on_threads, return_freed_memory, reuse_freed_memory
 from w2v.training.memory import MOST_STEPS, ROW_TYPES
 from w2v.training.plan import Plan
-from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
-from w2v.transfer.cache import GpuCache, TorchCache
-from w2v.transfer.engine import Engine, Paged
-from w2v.transfer.links import MappedLink, link_between
+from w2v.word2vec import heldout
+from w2v.word2vec.batch import Batch, StepState, Tree, chunk_words, max_rows
+from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
+from w2v.word2vec.cuda_shard import CudaPeerKernels, CudaShardKernels
+from w2v.word2vec.exchange import Exchange, LocalExchange, RankExchange
+from w2v.word2vec.heldout import HeldOut
+from w2v.word2vec.kernels import Kernels
+from w2v.word2vec.peers import PeerExchange, PeerMemory
+from w2v.word2vec.reference import ReferenceKernels
+from w2v.word2vec.sampler import Sampler, TrainingText, negative_distribution
+from w2v.word2vec.step import TrainingStep
 
 log = logging.getLogger("w2v")
 PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}  # of matrix products in plain torch
@@ -92,7 +91,7 @@ def make_text(plan: Plan) -> TrainingText:
     counts_V = plan.vocab.counts
     tree = None
     if model.hs:
-        from w2v.model.huffman import make_tree  # numba takes half a second
+        from w2v.word2vec.huffman import make_tree  # numba takes half a second
 
         tree = make_tree(counts_V, first_row=len(counts_V) * (model.negative > 0))
     return TrainingText(
@@ -198,7 +197,7 @@ def make_kernels(plan: Plan) -> Kernels:
         return TorchStepKernels(plan.shape)
     if plan.kernels == "reference":
         return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
-    from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
+    from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
 
     if plan.kernels == "cpu":
         return CpuKernels(plan.shape, plan.threads)

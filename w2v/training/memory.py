@@ -20,19 +20,19 @@ import torch
 
 from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import StepShape, chunk_words, max_rows, output_vectors
-from w2v.kernels.launch import cuda_runtime
-from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
-from w2v.model.table import ALIGNMENT, CPU_ALIGNMENT, pinning_is_limited, record_width
+from w2v.rows.checkpoint_files import FILE_BYTES
+from w2v.rows.launch import cuda_runtime
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import ALIGNMENT, CPU_ALIGNMENT, pinning_is_limited, record_width
 from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes, same_disk
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab, keep_probabilities
-from w2v.training.checkpoint_files import FILE_BYTES
 from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.export import EXPORT_BYTES
+from w2v.word2vec.batch import StepShape, chunk_words, max_rows, output_vectors
+from w2v.word2vec.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
 
 MIB = 1 << 20
 # The fixed part of CPU memory.
@@ -58,8 +58,7 @@ GPU_RESERVE = 512 * MIB  # CUDA's modules, scores, and what torch's allocator ca
 WORD_GPU_BYTES = 12  # a vocabulary word: its share of the negatives, and how often it is kept
 INDEX_BYTES = 4  # a table row: its index among the unique rows of a step
 ROUTE_BYTES = 20  # a vocabulary word, where several ranks exchange rows: indices and marks
-MAP_BYTES = 15  # a table row, where rows are paged: slot, rank by use, marks, lookahead
-SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache is allocated
+MAP_BYTES = 11  # a table row, where rows are paged: slot, uses, marks, lookahead
 MOVE_BYTES = 24  # a cache slot: two lists of moves
 MAPPED_PART = 512  # the GPU's page tables take one byte for this many of pinned tables
 UNUSED_PART = 256  # the allocator leaves one byte unused for this many of the cache
@@ -403,10 +402,9 @@ class Plan:
         }
         if not self.is_hosted:
             return needs | {"tables": self.table_bytes}
-        # An automatic cache takes what is left; it only needs the memory to be set up.
+        # An automatic cache takes what is left.
         slots = min(rows, (self.cache_bytes or 0) // self.record_bytes)
-        cache = max(self.slot_bytes * slots, SORT_BYTES * rows)
-        return needs | {"cache maps": MAP_BYTES * rows, "cache": cache}
+        return needs | {"cache maps": MAP_BYTES * rows, "cache": self.slot_bytes * slots}
 
     @property
     def _tree_bytes(self) -> int:

@@ -19,15 +19,15 @@ import w2v
 from w2v.config import Config, ConfigError, flat_config
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
-from w2v.kernels.cuda import MOST_CBOW_DIM
-from w2v.model import auto
-from w2v.model.optim import RowOptimizer
+from w2v.rows.optim import RowOptimizer
 from w2v.system.process import cores, git_commit
 from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training.memory import Machine, Plan, fitting_batch_size
+from w2v.word2vec import auto
+from w2v.word2vec.cuda import MOST_CBOW_DIM
 
 log = logging.getLogger("w2v")
 KERNELS = {  # as the plan names them

@@ -22,13 +22,13 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.model.auto import shipped
+from w2v.rows import checkpoint
 from w2v.system.console import log
 from w2v.system.files import atomic_write, remove_partial
 from w2v.text.sources import CorpusError, require_source
-from w2v.training import checkpoint
 from w2v.vectors import manifest
 from w2v.vectors.runs import RunError, find
+from w2v.word2vec.auto import shipped
 
 # Settings that may change on resume: how long and how fast it trains, reports, and paging.
 # Of a text, checkpoints compare the words, so that it may lie elsewhere.

@@ -20,23 +20,23 @@ import torch
 from torch import Tensor
 
 from w2v.config import Config, ConfigError, flat_config
-from w2v.distributed.lockstep import Decision, Lockstep
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import Batch, Position
-from w2v.model.heldout import HeldOut
-from w2v.model.optim import learning_rate
-from w2v.model.sampler import Sampler
+from w2v.rows import checkpoint
+from w2v.rows.checkpoint import CheckpointError, Checkpoints, SaveTimer
+from w2v.rows.optim import learning_rate
 from w2v.system.console import RESULTS
 from w2v.system.files import as_json, atomic_write
 from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
-from w2v.training import checkpoint
-from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
+from w2v.training.lockstep import Decision, Lockstep
 from w2v.training.metrics import Curve, LinkUse, Metrics
-from w2v.training.step import StepResult, TrainingStep
 from w2v.vectors import evaluate, export, query, report
 from w2v.vectors.datasets import RESTRICT_VOCAB
+from w2v.word2vec.batch import Batch, Position
+from w2v.word2vec.heldout import HeldOut
+from w2v.word2vec.sampler import Sampler
+from w2v.word2vec.step import StepResult, TrainingStep
 
 log = logging.getLogger("w2v")
 TRIAL_WARMUP = 3  # steps of a trial that do not count

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
     from w2v.distributed.ranks import Ranks
-    from w2v.model.table import Table
+    from w2v.rows.table import Table
     from w2v.text.vocab import Vocab
 
 BLOCK_BYTES = 8 << 20  # of vectors on their way from the tables to the files

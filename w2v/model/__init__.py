@@ -1,1 +1,0 @@
-"""Embedding tables, batches of text, and optimizers."""

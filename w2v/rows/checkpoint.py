@@ -1,0 +1,336 @@
+"""Checkpoints: the tables in shards, and a manifest in JSON.
+
+    checkpoints/step-00001234/
+        input-00000-of-00002.safetensors    and the other files of `w2v.rows.checkpoint_files`
+        manifest.json                       where training stood, fields and scalars of the tables,
+                                            size and CRC-32 of each file
+
+Nothing is pickled. A checkpoint is written to a folder `*.partial`, synced and then renamed. The
+last two are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import operator
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w2v.distributed.ranks import SINGLE, Ranks
+from w2v.rows import checkpoint_files
+from w2v.rows.table import Table, host_memory
+from w2v.system.files import refused, sealed, sync, unsealed, write_synced
+
+log = logging.getLogger("w2v")
+FORMAT = 7  # of the manifest; others are not read
+KEPT = 2
+EPOCH_SECONDS = 60.0  # at the end of an epoch, save if the last checkpoint is older
+MOST_RANKS = 1 << 16
+LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
+MOST_SHARE = 0.1  # of wall time that longer waits may take
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; names the file and the remedy."""
+
+
+class SaveTimer:
+    """Time-based checkpointing; blocking saves take at most 10 % of wall time.
+
+    minutes: between two checkpoints; 0 for none by time.
+    """
+
+    def __init__(self, minutes: float):
+        self.saves = 0  # checkpoints that were due: made or skipped
+        self._minutes = minutes
+        self._last = time.monotonic()
+        self._waited = 0.0  # seconds for the last save, if that was long
+
+    def due(self, longest: float = math.inf) -> bool:
+        """Return whether a checkpoint is due; after `longest` seconds it is."""
+        pause = max(min(60 * self._minutes, longest), self._waited / MOST_SHARE)
+        return self._minutes > 0 and time.monotonic() - self._last >= pause
+
+    def skip(self) -> None:
+        """Skip a checkpoint that is due; wait for the next interval."""
+        self.saves += 1
+        self._last = time.monotonic()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time the save in the block, and log a long one."""
+        began = time.monotonic()
+        yield
+        self.saves += 1
+        self._last = time.monotonic()
+        seconds = self._last - began
+        self._waited = 0.0
+        if seconds > LONG_SECONDS:
+            self._waited = seconds
+            minutes = max(self._minutes, seconds / MOST_SHARE / 60)
+            waited = f"training waited {seconds:.1f} s for this checkpoint"
+            log.info(f"saving    {waited}; the next comes {minutes:.1f} minutes later")
+
+
+class Checkpoints:
+    """Write the checkpoints of a run, one at a time.
+
+    All ranks make the same calls. `save` returns when the tables may change again: their records
+    are copied, or on disk. A thread writes copies. Its error, on any rank, is raised by the next
+    call.
+
+    copy_bytes: CPU memory for copies; nothing is copied if the tables are larger.
+    """
+
+    def __init__(
+        self, folder: Path, tables: Sequence[Table], copy_bytes: int, ranks: Ranks = SINGLE
+    ):
+        self.folder = folder
+        self._tables = tables
+        self._ranks = ranks
+        folder.mkdir(exist_ok=True)
+        own_bytes = sum(records_nR.nbytes for records_nR in self._files().values())
+        self._bytes = sum(ranks.all_gather(own_bytes))
+        self._can_copy = own_bytes <= copy_bytes
+        self._memory: dict[str, Tensor] = {}  # for copies, by file; allocated once
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True while the last checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def save(self, state: dict[str, Any], copied: bool = True) -> None:
+        """Write the tables and rank 0's state, which JSON can hold.
+
+        `copied` is False if the tables stay as they are until `wait`: nothing is copied, and all is
+        written in the background.
+        """
+        self.wait()
+        path = self.folder / f"step-{state['step']:08d}"
+        if self._ranks.all_gather(path.exists())[0]:  # all do as rank 0, which makes folders
+            self._remove_old()  # a process killed before it did so may have written it
+            return
+        manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}
+        manifest["tables"] = _describe(self._tables, self._ranks)
+        files = self._files()
+        entries: checkpoint_files.Entries = {}
+        with self._removed_on_failure(path), self._ranks.reraise():
+            partial = _partial(path)
+            partial.mkdir(exist_ok=True)
+            if copied and self._can_copy:
+                files = {name: self._copy(name, files[name]) for name in files}
+            elif copied:
+                entries = checkpoint_files.write(partial, files)
+                files = {}
+        self._writing = self._writer.submit(self._finish, path, manifest, entries, files)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the last checkpoint, if it has failed by now."""
+        try:
+            if not self.busy:
+                self.wait()
+        except OSError as error:
+            failed: Any = error
+            failed.failed_rank = None  # ranks call this at different times, so each reports it
+            raise
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk."""
+        writing = self._writing
+        self._writing = None
+        if writing is not None:
+            writing.result()
+
+    def _files(self) -> dict[str, Tensor]:
+        """Return the records of each file, by its name."""
+        records = {table.name: table.saved_VR for table in self._tables}
+        return checkpoint_files.files(records, self._ranks)
+
+    def _copy(self, name: str, records_nR: Tensor) -> Tensor:
+        """Copy the records of a file to CPU memory."""
+        if name not in self._memory:
+            self._memory[name] = host_memory(records_nR.nbytes)
+        copy_nR = self._memory[name].view(records_nR.dtype).view(records_nR.shape)
+        parts_nR = checkpoint_files.chunks(records_nR)  # a GPU packs each first
+        for to_nR, part_nR in zip(checkpoint_files.chunks(copy_nR), parts_nR, strict=True):
+            to_nR.copy_(part_nR)
+        return copy_nR
+
+    def _finish(
+        self,
+        path: Path,
+        manifest: dict[str, Any],
+        entries: checkpoint_files.Entries,
+        files: Mapping[str, Tensor],
+    ) -> None:
+        """Write the files and, when all ranks are done, the manifest."""
+        partial = _partial(path)
+        ranks = self._ranks
+        with self._removed_on_failure(path):
+            with ranks.reraise(group="background"):
+                entries |= checkpoint_files.write(partial, files)
+                sync(partial)
+            of_ranks = ranks.all_gather(entries, group="background")
+            # The manifest is written last: a folder with a manifest is complete.
+            with ranks.reraise(group="background"):
+                if ranks.rank == 0:
+                    files = {name: entry for part in of_ranks for name, entry in part.items()}
+                    text = sealed(manifest | {"files": files})
+                    write_synced(partial / "manifest.json", [text.encode()])
+                    sync(partial)
+                    os.replace(partial, path)
+                    sync(path.parent)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        if self._ranks.rank:
+            return
+        for old in _saved(self.folder)[:-KEPT]:
+            # A folder with the name of a checkpoint is complete, even while another is removed.
+            removed = Path(f"{old}.old.partial")
+            os.replace(old, removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _removed_on_failure(self, path: Path) -> Iterator[None]:
+        """Remove the checkpoint if the disk fails, and say how much it needs."""
+        try:
+            yield
+        except OSError as error:
+            if self._ranks.rank == 0:
+                shutil.rmtree(_partial(path), ignore_errors=True)
+            error.strerror = (
+                f"{error.strerror or error}, so that a checkpoint of {self._bytes:,} bytes cannot "
+                "be written; --resume goes on from the last"
+            )
+            error.filename = str(path.parent)
+            raise
+
+
+class Checkpoint:
+    """A checkpoint on disk.
+
+    ranks: number of ranks that wrote it; state: that of rank 0 in `Checkpoints.save`.
+
+    Raises:
+        CheckpointError: if the manifest is damaged or of another format.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        file = path / "manifest.json"
+        older = [other.name for other in _saved(path.parent) if other != path]
+        rest = "start anew, as there is no older checkpoint"
+        if older:
+            rest = f"go on from {older[-1]}"
+        self._remedy = f"restore it, or remove {path} to {rest}"
+        with self.checked():
+            if not file.is_file():  # a FIFO would block
+                raise ValueError("there is no such file")
+            manifest = unsealed(file.read_text(encoding="utf-8"))
+            # Only an undamaged manifest tells its format.
+            if manifest["format"] != FORMAT:
+                other = f"{file} is of format {manifest['format']}"
+                remedy = "go on with the version that wrote it"
+                raise CheckpointError(f"{other}, and this version reads format {FORMAT}; {remedy}")
+            self.ranks = operator.index(manifest.pop("ranks"))
+            if not 0 < self.ranks <= MOST_RANKS:
+                raise ValueError(f"{self.ranks} ranks")
+            self._tables = manifest.pop("tables")
+            self._files = {
+                name: {key: operator.index(entry[key]) for key in ("bytes", "crc32")}
+                for name, entry in manifest.pop("files").items()
+            }
+        del manifest["format"], manifest["checksum"]
+        self.state: dict[str, Any] = manifest
+
+    def checked(self) -> AbstractContextManager:
+        """Raise errors of a block that reads the manifest as damage."""
+        file = self.path / "manifest.json"
+        return refused(CheckpointError, f"{file} is damaged", self._remedy)
+
+    def load(self, tables: Sequence[Table], ranks: Ranks = SINGLE) -> None:
+        """Fill the tables, on any number of ranks.
+
+        Raises:
+            CheckpointError: if rows, fields or dtype differ from those saved, or a file is
+                damaged; the tables are then undefined.
+        """
+        wanted = _describe(tables, ranks)
+        with ranks.reraise():
+            scalars = []  # each with its value
+            with self.checked():
+                for table in tables:
+                    here = wanted[table.name]
+                    saved = self._tables.get(table.name)
+                    if saved is None or _layout(saved) != _layout(here):
+                        differs = f"holds the table {saved}, but this run's is {here}"
+                        remedy = "resume with the settings of the run"
+                        raise CheckpointError(f"{self.path} {differs}; {remedy}")
+                    # Ranks that were not there before take the scalars of one that was.
+                    values = saved["scalars"][ranks.rank % self.ranks]
+                    for name, scalar in table.scalars.items():
+                        scalars.append((scalar, torch.full_like(scalar, values[name])))
+            records = {table.name: (wanted[table.name]["rows"], table.saved_VR) for table in tables}
+            try:
+                checkpoint_files.read(self.path, self._files, records, self.ranks, ranks)
+            except checkpoint_files.Damaged as error:
+                raise CheckpointError(f"{error}; {self._remedy}") from None
+        for scalar, value in scalars:
+            scalar.copy_(value)
+
+
+def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
+    """Return the newest checkpoint in a folder, or None without any.
+
+    Raises `CheckpointError` if it cannot be used, and `RanksDiffer` if ranks see different ones.
+    """
+    saved = _saved(folder)
+    seen = {f"the newest checkpoint in {folder}": [path.name for path in saved[-1:]]}
+    ranks.require_equal(seen, "put run.dir on storage that all hosts share")
+    with ranks.reraise():
+        return next((Checkpoint(path) for path in saved[-1:]), None)
+
+
+def _saved(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, oldest first."""
+    saved = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
+    return sorted(saved, key=lambda path: int(path.name[5:]))
+
+
+def _partial(path: Path) -> Path:
+    return Path(f"{path}.partial")
+
+
+def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Return the layout of each whole table, and the scalars of each rank."""
+    described = {}
+    for table in tables:
+        scalars = {name: value.item() for name, value in table.scalars.items()}
+        of_ranks = ranks.all_gather((table.rows, scalars))
+        described[table.name] = {
+            "rows": sum(rows for rows, _ in of_ranks),
+            "dtype": checkpoint_files.DTYPES[table.dtype],
+            "fields": [[name, part.stop - part.start] for name, part in table.columns.items()],
+            "scalars": [scalars for _, scalars in of_ranks],
+        }
+    return described
+
+
+def _layout(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a description that a loaded table must match."""
+    # The names of the scalars belong to the layout, their values do not.
+    return {**described, "scalars": sorted(described["scalars"][0])}

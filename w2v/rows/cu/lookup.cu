@@ -1,0 +1,140 @@
+// Find the unique rows of ids, and the place of each id among them, by a bit for each row.
+
+#include "common.cuh"
+
+// Ids of several tables are looked up together. Row v belongs to rank v % ranks, and is row
+// v / ranks there. A table has a span of the words for each rank, which have a bit for each row;
+// spans stand by rank, then by table. The rows of a span are numbered from first_row on.
+struct Span {
+    long long ids_end;  // of the table, unless all tables have as many
+    long long first_word, first_row;
+    long long rows;     // of the whole table
+    long long padding;  // a row of the span, or -1
+};
+
+struct Found {  // of a span
+    long long begin;            // unique rows of the spans before
+    long long least, greatest;  // ids that are no rows, in the first span of a table; 0: none
+    long long padding;          // 1 + the place of the padding row, or 0
+};
+
+struct Numbers {  // of a look-up
+    long long unique;  // rows of all spans
+    long long wrong;   // not 0 if an id is no row
+    Found found[1];    // of each span
+};
+
+struct LookUp {
+    const Span* spans;
+    int tables, ranks;  // ranks = 0: ids are numbers of rows of one rank, in any order
+    long long each;     // ids of each table, 0 if they differ
+    Numbers* numbers;   // behind those of all spans are the words
+
+    __device__ int parts() const { return tables * max(ranks, 1); }
+    __device__ unsigned* words() const { return (unsigned*)(numbers->found + parts()); }
+
+    // Find the word and the bit of the i-th id; return false for one that is no row.
+    __device__ bool find_bit(long long id, long long i, long long* word, unsigned* bit) const {
+        int at;
+        if (!ranks) {
+            at = find_first(tables, [&](int t) { return spans[t + 1].first_row <= id; });
+            id -= spans[at].first_row;
+        } else {
+            at = each ? i / each : find_first(tables, [&](int t) { return spans[t].ids_end <= i; });
+            if (id < 0 || id >= spans[at].rows) {
+                if (id < 0) atomicMin(&numbers->found[at].least, id);
+                else atomicMax(&numbers->found[at].greatest, id);
+                numbers->wrong = 1;
+                return false;
+            }
+            if (ranks > 1) {
+                at += id % ranks * tables;
+                id /= ranks;
+            }
+        }
+        *word = spans[at].first_word + id / 32;
+        *bit = id % 32;
+        return true;
+    }
+};
+
+// The unique rows of ids, by rank and sorted, and the place of each id among them, by four
+// kernels. Words and numbers are 0 before. `count_ids` and `list_ids` have a thread for each word;
+// behind the words is the number of blocks that have finished, for is_last_block, and behind
+// `before`, the number of rows before each word, are the sums over the blocks.
+
+// Set the bits of the rows.
+extern "C" __global__ void mark_ids(const long long* ids, long long count, LookUp look_up) {
+    unsigned* words = look_up.words();
+    each_thread(count, [&](long long i) {
+        long long word;
+        unsigned bit;
+        if (look_up.find_bit(ids[i], i, &word, &bit))
+            if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
+    });
+}
+
+// Count the rows: prefix sums over blocks.
+extern "C" __global__ void count_ids(LookUp look_up, int* before) {
+    unsigned* words = look_up.words();
+    unsigned* done = words + threads();
+    int* counts = before + threads();
+    int count;
+    sum_before(warp_sum(__popc(words[thread_id()])), &count);
+    if (threadIdx.x == 0) counts[blockIdx.x] = count;
+    if (!is_last_block(done)) return;
+    const int all = exclusive_sums(counts, gridDim.x);
+    if (threadIdx.x) return;
+    look_up.numbers->unique = all;
+    *done = 0;
+}
+
+// List the rows, unless an id is no row. narrow: the list in 32 bits.
+extern "C" __global__ void list_ids(
+    LookUp look_up, int* before, long long* unique, int* narrow) {
+    const long long word = thread_id();
+    const int at = find_first(
+        look_up.parts(), [&](int s) { return look_up.spans[s + 1].first_word <= word; });
+    const Span span = look_up.spans[at];
+    Found* found = look_up.numbers->found + at;
+    const unsigned bits = look_up.words()[word];
+    const bool valid = !look_up.numbers->wrong;
+    const int* counts = before + threads();
+    int of_block;
+    const int of_warp = counts[blockIdx.x] + sum_before(warp_sum(__popc(bits)), &of_block);
+    before[word] = of_warp + prefix_sum(__popc(bits)) - __popc(bits);
+    if (word == span.first_word) found->begin = before[word];
+    each_bit(bits, word, of_warp, [&](int n, long long position) {
+        if (!valid) return;
+        const long long row = position - 32 * span.first_word;
+        const long long numbered = span.first_row + row;
+        unique[n] = numbered;
+        narrow[n] = numbered;
+        if (row == span.padding) found->padding = n + 1;
+    });
+}
+
+// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to
+// `readback`, in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as
+// long as the ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with
+// `rest`, the last id of each row; zeros before.
+extern "C" __global__ void place_ids(
+    const long long* ids, long long count, LookUp look_up, const int* before, long long* places,
+    HOST Numbers* readback, long long* known, OPTIONAL long long* rest, OPTIONAL long long* last) {
+    const Numbers* numbers = look_up.numbers;
+    const unsigned* words = look_up.words();
+    const long long listed = numbers->wrong ? 0 : numbers->unique;
+    each_thread(count, [&](long long i) {
+        if (rest && i >= listed) rest[i] = -1;
+        long long word;
+        unsigned bit;
+        const bool is_row = look_up.find_bit(ids[i], i, &word, &bit);
+        places[i] = is_row ? before[word] + __popc(words[word] & below(bit)) : 0;
+        if (rest) atomicMax(last + places[i], i);
+    });
+    each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
+    if (thread_id() == 0) {
+        known[0] = readback->unique = numbers->unique;
+        known[1] = readback->wrong = numbers->wrong;
+    }
+}

@@ -1,0 +1,603 @@
+"""Embedding modules for tables larger than the memory of the GPU.
+
+    users = PagedEmbedding(1_000_000, 64, storage="pinned")
+    tags = PagedEmbeddingBag(50_000, 64, mode="mean", storage="pinned")
+    paged = PagedOptimizer([users, tags], "Adamax", lr=0.1)
+    loss = model(users(user_ids), tags(tag_ids))
+    paged.zero_grad()
+    loss.backward()
+    paged.step()
+
+The step updates the rows that have gradients. Other rows keep weight and state, as with
+torch.optim.SparseAdam. Invalid input raises an error of one line, and nothing is written.
+
+Shapes: N ids or bags, T tables, U unique rows, D dimensions.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from w2v.config import ConfigError, TransferConfig
+from w2v.rows import lookup as look_up
+from w2v.rows import shard as sharded
+from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, RowsOfIds, as_tensor, stacked
+from w2v.rows.ops import Bags
+from w2v.rows.paged_table import PagedTable
+from w2v.rows.shard import RoutedLookUp, look_up_alone
+from w2v.rows.store import Rows, open_device
+from w2v.rows.table import Init, Storage, check_table
+
+
+def _of_table(name: str) -> Any:
+    """Return a property of a module that is an attribute of its table."""
+    return property(
+        lambda module: getattr(module._table, name),
+        lambda module, value: setattr(module._table, name, value),
+    )
+
+
+class PagedEmbedding(nn.Module):
+    """Embedding whose rows are fetched to the compute device as they are used.
+
+    It stands where an nn.Embedding stood; a `PagedOptimizer` steps it. It has no parameters, so
+    that the optimizer of the other modules leaves it alone; `state_dict` has its weight as that of
+    an nn.Embedding. Vectors are float32, or float64 as the table. Memory is taken when the
+    optimizer is made, or at the first use before that.
+
+    Args:
+        num_embeddings: Number of rows V.
+        embedding_dim: Number of dimensions D.
+        padding_idx: Row that is initially zero and gets no gradient.
+        max_norm: Rows of larger norm are scaled down to it, in the table, when they are used.
+        norm_type: Order p of the norm.
+        scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
+        sparse: As torch's argument; it changes nothing, as gradients are of rows in any case.
+        storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
+        device: Where rows are used: by default the GPU for "cuda" and "pinned", else the CPU.
+            `to(device)` changes it.
+        dtype: Of the table: float64, float32, bfloat16 or float16. Steps of 16-bit tables
+            compute in float32.
+        path: File of "mmap", which holds weight and state. An existing file is continued.
+        seed: Seed of the default `init`; by default drawn from torch's generator.
+        init: Weights [V, D], or a function from row ids [n] to weights [n, D]; by default they are
+            normal with standard deviation 1. `w2v.rows.table` has `normal` and `uniform`.
+        state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
+        gpu_bytes: Memory of the compute device for rows that stay there between uses: "20GiB",
+            "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one width
+            and PagedOptimizer share what they have together. Results are the same bit for bit.
+        process_group: Of torch.distributed, such as `group.WORLD`: rows are sharded over its ranks,
+            row v to rank v % N. All ranks make the same calls in the same order.
+    """
+
+    num_embeddings: int = _of_table("num_embeddings")
+    embedding_dim: int = _of_table("embedding_dim")
+    padding_idx: int | None = _of_table("padding_idx")
+    max_norm: float | None = _of_table("max_norm")
+    norm_type: float = _of_table("norm_type")
+    scale_grad_by_freq: bool = _of_table("scale_grad_by_freq")
+    storage: Storage = _of_table("storage")
+    device: torch.device = _of_table("device")
+    dtype: torch.dtype = _of_table("dtype")
+    path: str | Path | None = _of_table("path")
+    state_storage: Storage | None = _of_table("state_storage")
+    trainable: bool = _of_table("trainable")
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        *,
+        storage: Storage = "cpu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        path: str | Path | None = None,
+        seed: int | None = None,
+        init: Init | Tensor | np.ndarray | None = None,
+        state_storage: Storage | None = None,
+        gpu_bytes: str | int = 0,
+        process_group: torch.distributed.ProcessGroup | None = None,
+    ):
+        super().__init__()
+        ranks = sharded.ranks_of(process_group)
+        shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
+        ranks.require_equal(shape, "make the same table on all ranks")
+        try:
+            cache_size = TransferConfig(gpu_bytes=str(gpu_bytes))
+        except ConfigError as error:  # which names the key of a configuration
+            raise ValueError(str(error).removeprefix("transfer.")) from None
+        if state_storage and "mmap" in (storage, state_storage):
+            both = f"state_storage={state_storage!r} with storage={storage!r}"
+            raise ValueError(f"{both}: a file holds both; leave state_storage out")
+        check_table(num_embeddings, embedding_dim, {}, storage, dtype, path)
+        if state_storage:
+            check_table(num_embeddings, embedding_dim, {}, state_storage, dtype, None)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            limits = f"{-num_embeddings} to {num_embeddings - 1}"
+            raise IndexError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
+        if ranks.size > 1 and path is not None:
+            raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
+        first = _initialiser(init, num_embeddings, embedding_dim)
+        self._table = PagedTable(
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            padding_idx=None if padding_idx is None else padding_idx % num_embeddings,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            storage=storage,
+            device=open_device(device, storage),
+            dtype=dtype,
+            path=path,
+            state_storage=state_storage,
+            cache_size=cache_size,
+            ranks=ranks,
+            seed=ranks.all_gather(_drawn_seed() if seed is None else operator.index(seed))[0],
+            init=first,
+            has_zero_padding=padding_idx is not None and first is init,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor | np.ndarray, freeze: bool = True, *rules: Any, **settings: Any
+    ) -> PagedEmbedding:
+        """Return a module with these weights [V, D].
+
+        `rules` and `settings` are the other arguments of the class, in its order: first
+        `padding_idx`, or `max_norm` of bags.
+        """
+        weights_VD = as_tensor(embeddings)
+        if weights_VD.dim() != 2:
+            raise ValueError(f"embeddings have shape {list(weights_VD.shape)}; give weights [V, D]")
+        settings = {"dtype": weights_VD.dtype} | settings
+        module = cls(*weights_VD.shape, *rules, init=weights_VD, **settings)
+        return module.requires_grad_(not freeze)
+
+    @property
+    def store(self) -> Rows:
+        """Rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
+        return self._table.opened()
+
+    @property
+    def weight(self) -> Tensor:
+        """View [V, D] of the weights where they are stored; may be written.
+
+        Write into it, as by `weight.copy_(values)`: other data or another parameter is refused. Of
+        several ranks, each has its own rows: row j is row j * N + rank of the whole table.
+        """
+        return self._table.view_weight()
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        self.register_parameter("weight", value)  # which refuses it
+
+    @torch.compiler.disable
+    def forward(self, input: Ids) -> Tensor:
+        """Return vectors [*input.shape, D] of ids.
+
+        Raises:
+            IndexError: An id is not a row; nothing has changed.
+        """
+        table = self._table
+        if table.uses_kernels:
+            return fused_vectors(table, input)
+        weight_UD, places, padding = fetch(table, input)
+        return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
+
+    def reset_parameters(self) -> None:
+        """Draw normal weights of standard deviation 1 anew.
+
+        This holds for tables with an `init` too. The padding row is zero. Optimizer state stays.
+        """
+        self._table.reset(self._table.ranks.all_gather(_drawn_seed())[0])
+
+    def grow(self, num_embeddings: int, init: Init | None = None) -> None:
+        """Append rows; the others keep weight and optimizer state.
+
+        `init` is a function from the new row ids [n] to weights [n, D]; by default they are normal
+        with standard deviation 1. All rows are copied to a larger table.
+        """
+        if init is not None and not callable(init):
+            kind = type(init).__name__
+            raise ValueError(f"init is a {kind}; give a function of row ids, or write into weight")
+        if self.path is not None:
+            raise ValueError(f"path={self.path}: a file cannot grow; load its rows into another")
+        if num_embeddings < self.num_embeddings:
+            fewer = f"{num_embeddings} rows are fewer than the present {self.num_embeddings}"
+            raise ValueError(f"{fewer}; a table can only grow")
+        self._table.grow(num_embeddings, init)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PagedEmbedding:
+        """Train or freeze the table; one that is frozen gets no `PagedOptimizer`.
+
+        `requires_grad_` of a module around this one does not reach the table.
+        """
+        self.trainable = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; `PagedOptimizer.zero_grad` does it for all tables.
+
+        `zero_grad` of a module around this one does not reach the table.
+        """
+        self._table.zero_grad()
+
+    def extra_repr(self) -> str:
+        shown = f"{self.num_embeddings}, {self.embedding_dim}"
+        usual = {"padding_idx": None, "max_norm": None, "norm_type": 2.0}
+        usual |= {"scale_grad_by_freq": False, "mode": None}
+        for name, unseen in usual.items():
+            if (value := getattr(self._table, name)) != unseen:
+                shown += f", {name}={value!r}"
+        return f"{shown}, storage={self.storage!r}, device={str(self.device)!r}"
+
+    # What nn.Module calls.
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":  # it was assigned to
+            raise ValueError("weight cannot be replaced; write into it: table.weight.copy_(values)")
+        super().register_parameter(name, param)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PagedEmbedding:
+        """Move the device of forward passes; the table stays where it is stored."""
+        parameter = self._table.parameter
+        empty = fn(torch.empty_like(parameter[:0]).detach())
+        if empty.dtype != parameter.dtype:
+            reason = f"vectors are {parameter.dtype} and cannot become {empty.dtype}"
+            raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
+        if empty.device.type == "cpu" and empty.is_shared():
+            raise ValueError("processes cannot share a table by share_memory(); use process_group")
+        if empty.device != self.device:
+            self._table.move(empty)
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # A copy, as a view would be saved with the optimizer state beside it.
+        if (whole_VD := self._table.gather(self.weight)) is not None:
+            destination[prefix + "weight"] = whole_VD
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, *found) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
+        missing, unexpected, errors = found
+        key = prefix + "weight"
+        if key in unexpected:  # because it is not a parameter
+            unexpected.remove(key)
+        shape = self.num_embeddings, self.embedding_dim
+        given = state_dict.get(key)
+        if key not in state_dict:
+            if strict:
+                missing.append(key)
+        elif not isinstance(given, Tensor) or given.is_meta:
+            errors.append(f"{key} is a {type(given).__name__}; give a tensor that has values")
+        elif given.shape != shape:
+            sizes = f"{tuple(given.shape)} in the checkpoint, {shape} here"
+            errors.append(f"size mismatch for {key}: {sizes}")
+        else:
+            self.weight.copy_(self._table.own_rows(given.detach()))
+
+
+class PagedEmbeddingBag(PagedEmbedding):
+    """Sums, means or maxima of bags of embeddings, as nn.EmbeddingBag.
+
+    Arguments that are not listed are those of a `PagedEmbedding`.
+
+    Args:
+        scale_grad_by_freq: Not with mode="max".
+        mode: "sum", "mean" or "max".
+        sparse: Changes nothing, as for a `PagedEmbedding`.
+        include_last_offset: Whether offsets end with the number of ids.
+        padding_idx: Row that is left out of all bags.
+        **settings: Further arguments of a `PagedEmbedding`.
+    """
+
+    mode: str = _of_table("mode")
+    include_last_offset: bool = _of_table("include_last_offset")
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        sparse: bool = True,
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **settings: Any,
+    ):
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode={mode!r} is unknown; choose 'sum', 'mean' or 'max'")
+        rules = (padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        super().__init__(num_embeddings, embedding_dim, *rules, **settings)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @torch.compiler.disable
+    def forward(
+        self, input: Ids, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return one vector for each bag: [B, D].
+
+        Args:
+            input: Ids in bags of equal size [B, N], or all ids [N] one bag after the other.
+            offsets: For ids [N]: where each bag begins, [B].
+            per_sample_weights: Factor of each vector, in the shape of the ids; for mode="sum".
+
+        Raises:
+            IndexError: An id is not a row; nothing has changed.
+        """
+        table = self._table
+        kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+        if offsets is not None and kind not in (torch.int32, torch.int64):
+            raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
+        if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
+            return fused_vectors(table, input, offsets)
+        weight_UD, places, padding = fetch(table, input)
+        if offsets is not None:
+            offsets = offsets.to(places)
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(weight_UD)
+        return F.embedding_bag(
+            places,
+            weight_UD.contiguous(),  # the kernels of bags do not take the stride of records
+            offsets,
+            scale_grad_by_freq=table.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=table.include_last_offset,
+            padding_idx=padding,
+        )
+
+
+def trained_tables(modules: Iterable[nn.Module]) -> list[PagedTable]:
+    """Return the tables of paged embeddings in modules, but frozen ones."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())  # each once
+    return [part._table for part in parts if isinstance(part, PagedEmbedding) and part.trainable]
+
+
+def _drawn_seed() -> int:
+    """Draw a seed from torch's generator."""
+    # On the CPU also where modules are made within torch.device("meta").
+    return int(torch.randint(1 << 62, (), device="cpu"))
+
+
+def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:
+    """Return `init`, or a function for given weights [V, D]."""
+    if init is None or callable(init):
+        return init
+    weights_VD = as_tensor(init).detach()
+    if (given := list(weights_VD.shape)) != list(shape):
+        raise ValueError(f"init has shape {given}, but the table is {list(shape)}")
+    return lambda rows_n: weights_VD[rows_n.to(weights_VD.device)]
+
+
+# Forward passes.
+
+
+class Use(NamedTuple):
+    """A table's rows in a forward pass."""
+
+    table: PagedTable
+    rows: RowsOfIds
+    page: RowPage
+
+
+def find(table: PagedTable, ids: Ids) -> RowsOfIds:
+    """Look up ids, and begin to bring their rows."""
+    table.check_view()
+    is_alone, dist = table.trains and table.ranks.size == 1, torch.distributed
+    if is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this PagedEmbedding cannot train in {dist.get_world_size()} processes: each would "
+            "have a table of its own; make it with process_group=torch.distributed.group.WORLD"
+        )
+    found = table.announced  # whose rows are there, unless other uses have evicted them
+    if found is None or not found.is_of(ids):
+        if table.ranks.size > 1:
+            found = look_up_alone(table, ids)
+        else:
+            found = look_up.look_up(table.store, ids, table.padding_idx)
+        # Beside rows of other tables of the group, as only this one has been looked up.
+        group, part = table.store.group, table.store.first_row
+        look_up.prefetch(group, [found.look_up.own], part=part)
+    return found
+
+
+def fetch(table: PagedTable, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
+    """Fetch the rows of ids.
+
+    Returns:
+        Their weights [U, D], which send their gradient to the page; the place of each id in them;
+        and the place of the padding row, None where no id is padding.
+    """
+    with table.opened().lock:
+        found = find(table, ids)
+        if isinstance(found.look_up, RoutedLookUp):
+            page = found.look_up.page_of(found)
+            weight_UD, places_N, padding = found.look_up.part(found.index)
+        else:
+            page, weight_UD = table.read(found)
+            places_N, padding = found.places(), found.padding()
+    if table.trains:
+        weight_UD = nn.Parameter(weight_UD)
+        # The graph keeps the page; without a backward pass it goes, and nothing has changed.
+        collect = functools.partial(_collect, Use(table, found, page))
+        weight_UD.register_post_accumulate_grad_hook(collect)
+    return weight_UD, places_N.view(found.shape), padding
+
+
+def _collect(use: Use, weight_UD: Any) -> None:
+    """Take the gradient from the weights of a page."""
+    grad_UD = weight_UD.grad.detach()
+    weight_UD.grad = None
+    table, rows, _ = use
+    with table.store.lock:
+        if isinstance(rows.look_up, RoutedLookUp):
+            grad_UD = rows.look_up.add_rows(rows.index, grad_UD, _pending(table, rows))
+        _add_grad(use, grad_UD)
+
+
+def _pending(table: PagedTable, rows: RowsOfIds) -> Tensor | None:
+    """Return gradients of these rows that wait for the step, or to be sent."""
+    if not isinstance(rows.look_up, RoutedLookUp):
+        return table.parameter.grad
+    _, grad_UD = table.unsent.get(rows.look_up, (None, None))
+    return grad_UD
+
+
+def _add_grad(use: Use, grad_UD: Tensor) -> None:
+    """Add a page's gradient to those that wait for the step or the exchange."""
+    if torch.is_grad_enabled():
+        remedy = "leave it out, or take torch.autograd.grad of the other parameters"
+        raise RuntimeError(f"create_graph=True is not supported for paged rows; {remedy}")
+    if not use.table.has_optimizer:
+        unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
+        warnings.warn(unused, stacklevel=2)
+    if isinstance(use.rows.look_up, RoutedLookUp):
+        use.table.unsent[use.rows.look_up] = use.page, grad_UD
+    else:
+        use.table.add_grad(use.page, grad_UD)
+
+
+def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) -> Tensor:
+    """Return vectors of ids or bags by kernels, which sum their gradients.
+
+    The first table of an announced batch computes those of all tables; the others take theirs.
+    """
+    with table.opened().lock:
+        found = find(table, ids)
+        if table.trains and (kept := found.take_vectors(offsets)) is not None:
+            return kept
+        bags = _bags(table, found.shape, offsets)
+        if not table.trains:
+            found.look_up.page_of(found)
+            return found.in_shape(found.look_up.vectors(found.index, bags), bags)
+        users = _tables_to_compute(table, found, bags)
+        bags = bags and bags._replace(tables=len(users))
+        uses = [Use(user, rows, rows.look_up.page_of(rows)) for user, rows in users]
+        computed = _KernelVectors.apply(table.parameter, uses, bags)
+        seen = Identity(offsets)
+        for use, vectors_ND in zip(uses, computed, strict=True):
+            vectors = use.rows.in_shape(vectors_ND, bags)
+            if use.rows is found:
+                own = vectors
+            else:
+                version, of_all = use.table.store.version, found.look_up.computed
+                of_all[use.rows.index] = ComputedVectors(vectors, version, seen)
+        return own
+
+
+def _launch_key(table: PagedTable, rows: RowsOfIds) -> Any:
+    """Return a key; tables with equal keys share one kernel launch."""
+    is_bag = table.mode is not None
+    # Kernels leave out one padding row at a time: bags of such tables are by themselves.
+    if not table.uses_kernels or (is_bag and table.padding_idx is not None) or table.mode == "max":
+        return table
+    return is_bag and (table.mode, table.include_last_offset, rows.shape)
+
+
+def _tables_to_compute(
+    table: PagedTable, found: RowsOfIds, bags: Bags | None
+) -> list[tuple[PagedTable, RowsOfIds]]:
+    """Return this table, or at the first use of an announced batch all.
+
+    Bags are summed together until offsets of tables are found to differ.
+    """
+    look_up = found.look_up
+    bags_differ = bags and table.store.group.bags_differ
+    if found is table.announced and not look_up.is_computed and not bags_differ:
+        look_up.is_computed = True
+        users = [(each, each.announced) for each in look_up.tables if each.trains]
+        keys = {_launch_key(each, rows) for each, rows in users}
+        if len(users) == len(look_up.tables) and len(keys) == 1:
+            return users
+    return [(table, found)]
+
+
+def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
+    """Return how ids are divided; raise `ValueError` where torch does."""
+    if table.mode is None:
+        return None
+    is_mean = table.mode == "mean"
+    if len(shape) == 2 and offsets is None:
+        return Bags(shape[0], None, shape[1], is_mean)
+    if len(shape) == 1 and offsets is not None and offsets.dim() == 1:
+        begins = offsets.to(table.device, torch.int64).contiguous()
+        return Bags(len(begins) - table.include_last_offset, begins, 0, is_mean)
+    given = None
+    if offsets is not None:
+        given = list(offsets.shape)
+    reason = f"ids have shape {list(shape)} and offsets {given}"
+    raise ValueError(f"{reason}; give ids [B, N], or ids [N] with offsets [B]")
+
+
+class _KernelVectors(torch.autograd.Function):
+    """Vectors of tables of one look-up, whose gradients are summed for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, trained: Tensor, uses: list[Use], bags: Bags | None
+    ) -> tuple[Tensor, ...]:
+        """Return vectors [N, D] of each table; `trained` needs a gradient."""
+        ctx.set_materialize_grads(False)
+        ctx.uses, ctx.bags = uses, bags
+        first = uses[0].rows
+        vectors_ND = first.look_up.vectors(first.index if len(uses) == 1 else None, bags)
+        counts = [bags.number if bags else use.rows.shape.numel() for use in uses]
+        # Not views, which could not be changed in place.
+        return vectors_ND.unsafe_split_with_sizes(counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        uses, bags = ctx.uses, ctx.bags
+        table, rows, _ = uses[0]
+        present = [grad for grad in grads if grad is not None]
+        has_padding = rows.look_up.paddings.count(None) < len(uses)
+        with table.store.lock:
+            # One launch leaves out the padding row of one table at most.
+            if len(uses) > 1 and len(present) == len(uses) and not has_padding:
+                whole = None
+                if bags:
+                    whole = stacked(present)
+                if whole is None:
+                    whole = torch.cat(present)
+                _sum_gradients(uses, None, whole, bags)
+            else:
+                bags = bags and bags._replace(tables=1)
+                for use, grad in zip(uses, grads, strict=True):
+                    if grad is not None:
+                        _sum_gradients([use], use.rows.index, grad, bags)
+        return (None,) * 3
+
+
+def _sum_gradients(
+    uses: list[Use],
+    index: int | None,  # of the table; None: all tables of the look-up
+    grad: Tensor,
+    bags: Bags | None,
+) -> None:
+    """Sum gradients of ids or bags by row, with those that wait for the step."""
+    if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
+        grad = grad.float().contiguous()
+    pending = {rows.index: _pending(table, rows) for table, rows, _ in uses}
+    sums = uses[0].rows.look_up.add_gradients(index, grad, bags, pending)
+    for use, sum_UD in zip(uses, sums, strict=True):
+        _add_grad(use, sum_UD)

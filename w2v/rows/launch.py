@@ -1,0 +1,369 @@
+"""Compile the kernels in cu/ by CuPy, and launch them by name.
+
+The parameters of a kernel are read from its signature in the source. A launch gives each by its
+name; a NamedTuple with the fields of a C struct is passed as that struct.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from w2v.system.files import kernel_folder
+
+# CuPy reads this when it is imported: its kernels belong into a folder of the user alone.
+os.environ["CUPY_CACHE_DIR"] = str(kernel_folder("CUPY_CACHE_DIR"))
+
+SOURCES = [Path(__file__).parent / "cu"]  # folders; word2vec adds its own
+THREADS = 256  # of a block
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ELEMENT of element.cuh
+MARKS = {"OPTIONAL", "STRIDED", "HOST"}  # of pointers, see common.cuh
+# By C type: the format in `struct`, and the dtype of tensors that a pointer takes. Unsigned
+# integers are in signed tensors, as torch has few operations on unsigned ones.
+TYPES: dict[str, tuple[str, torch.dtype | str]] = {
+    "bool": ("?", torch.bool),
+    "int": ("i", torch.int32),
+    "unsigned": ("I", torch.int32),
+    "long long": ("q", torch.int64),
+    "unsigned long long": ("Q", torch.int64),
+    "float": ("f", torch.float32),
+    "double": ("d", torch.float64),
+    "unsigned char": ("B", torch.uint8),
+    "float4": ("", "any"),
+    "void": ("", "any"),
+}
+KNOWN = 4096  # addresses of tensors that are remembered for a pointer
+GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
+
+Argument = Tensor | float | tuple[Any, ...] | None  # a tuple: a NamedTuple
+
+
+class Member(NamedTuple):
+    """A number or pointer that a kernel takes, alone or in a struct."""
+
+    name: str
+    ctype: str
+    code: str  # format in `struct`; "" for a struct
+    dtype: torch.dtype | str | None  # of a pointer's tensor, or "any"; None: a number
+    marks: set[str]
+
+    def takes(self, kind: type) -> bool:
+        """Return whether values of this type may be given."""
+        if self.dtype is None:  # `struct` checks numbers
+            return kind not in (Tensor, type(None))
+        return kind is Tensor or (kind is type(None) and "OPTIONAL" in self.marks)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a kernel: a struct, or one member."""
+
+    members: list[Member]
+    fields: tuple[str, ...] | None = None  # names of a struct's members
+
+
+def _path_of(source: str) -> Path:
+    """Return the path of a file of SOURCES."""
+    return next(path for folder in SOURCES if (path := folder / source).exists())
+
+
+@functools.cache
+def source_text(source: str) -> str:
+    """Return a file of cu/ with its headers, without comments."""
+    text = re.sub("//.*", "", _path_of(source).read_text())
+    return re.sub('#include "(.*)"', lambda match: source_text(match[1]), text)
+
+
+@functools.cache
+def signature(source: str, kernel: str, element: int = 0) -> dict[str, Parameter]:
+    """Return the parameters of a kernel by name; element: its macro ELEMENT."""
+    (declarations,) = re.findall(rf"{GLOBAL}{kernel}\(([^)]*)\)", source_text(source))
+    parameters = {}
+    for declaration in declarations.split(","):
+        (member,) = _declared(declaration, element)
+        parameters[member.name] = Parameter([member])
+        if not member.code:
+            members = struct_members(source, member.ctype, element)
+            named = [field._replace(name=f"{member.name}.{field.name}") for field in members]
+            fields = tuple(field.name for field in members)
+            parameters[member.name] = Parameter(named, fields)
+    return parameters
+
+
+def struct_members(source: str, name: str, element: int = 0) -> list[Member]:
+    """Return the data members of a struct, which come before its functions."""
+    pattern = rf"struct {name} {{(.*?)(?:__device__|}};)"
+    (body,) = set(re.findall(pattern, source_text(source), re.DOTALL))
+    *declarations, _ = body.split(";")
+    return [member for text in declarations for member in _declared(text, element)]
+
+
+@functools.cache
+def c_struct(source: str, name: str) -> Any:
+    """Return the type of NamedTuples that are passed as a struct."""
+    make: Any = collections.namedtuple  # the fields are known only here
+    return make(name, [member.name for member in struct_members(source, name)])
+
+
+def _declared(declaration: str, element: int) -> Iterator[Member]:
+    """Yield the members of a C declaration."""
+    words = re.findall(r"\w+|\*", declaration.partition(",")[0])
+    ctype = " ".join(word for word in words[:-1] if word not in {"const", "*"} | MARKS)
+    # Structs in memory consist of 8-byte numbers.
+    code, pointed = TYPES.get(ctype, ("", torch.int64))
+    if ctype == "Element":
+        pointed = list(ELEMENTS)[element]
+    of_stars = {"": (code, None), "*": ("P", pointed), "**": ("P", torch.int64)}  # **: addresses
+    for declarator in declaration.split(","):
+        stars = "*" * declarator.count("*")
+        code, dtype = of_stars[stars]
+        name = re.findall(r"\w+", declarator)[-1]
+        yield Member(name, ctype + stars, code, dtype, MARKS.intersection(words))
+
+
+class Arguments:
+    """Checks arguments of a kernel, and packs them as C lays them out.
+
+    Attributes:
+        begins: Where each parameter begins, in bytes.
+        size: A multiple of 8 bytes.
+    """
+
+    def __init__(self, kernel: str, device: int, parameters: Mapping[str, Parameter]):
+        self._kernel = kernel
+        self._device = device
+        self._members = [member for one in parameters.values() for member in one.members]
+        # Of each pointer: the addresses of tensors that have been checked, and their dtype.
+        self._known: list[dict[int, torch.dtype]] = [{} for _ in self._members]
+        # By types of all values: where tensors are, and where None is.
+        self._places: dict[tuple[type, ...], tuple[list[int], list[int]]] = {}
+        self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
+        self._structs.reverse()  # `pack_into` replaces each by its fields
+        self.begins: dict[str, int] = {}
+        layout = "@0q"  # 0q: to a multiple of 8 bytes
+        for name, one in parameters.items():
+            self.begins[name] = struct.calcsize(layout)
+            layout += "".join(member.code for member in one.members) + "0q"
+        self._layout = struct.Struct(layout)
+        self.size = self._layout.size
+
+    def pack_into(self, memory: Any, start: int, values: Iterable[Argument]) -> None:
+        """Check the values of all parameters, in order, and write them.
+
+        Every launch does, so there are few operations for each value: a tensor is checked when its
+        address is new.
+        """
+        flat: list[Any] = list(values)
+        for n, fields in self._structs:
+            if getattr(flat[n], "_fields", None) != fields:
+                raise TypeError(f"{self._kernel}: a struct has the fields {fields}, not {flat[n]}")
+            flat[n : n + 1] = flat[n]
+        types = tuple(map(type, flat))
+        tensors, nulls = self._places.get(types) or self._check_types(types, flat)
+        for n in tensors:
+            address = flat[n].data_ptr()
+            if self._known[n].get(address) is not flat[n].dtype:
+                self._check(n, flat[n])
+            flat[n] = address
+        for n in nulls:
+            flat[n] = 0
+        try:
+            self._layout.pack_into(memory, start, *flat)
+        except (struct.error, OverflowError):
+            for n, member in enumerate(self._members):
+                try:
+                    struct.pack(member.code, flat[n])
+                except (struct.error, OverflowError) as error:
+                    raise ValueError(self._refusal(n, flat[n])) from error
+            raise
+
+    def _check_types(
+        self, types: tuple[type, ...], values: list[Any]
+    ) -> tuple[list[int], list[int]]:
+        """Return where tensors are, and where None is, if all may be there."""
+        for n, (member, kind) in enumerate(zip(self._members, types, strict=True)):
+            if not member.takes(kind):
+                raise TypeError(self._refusal(n, values[n]))
+        tensors = [n for n, kind in enumerate(types) if kind is Tensor]
+        nulls = [n for n, kind in enumerate(types) if kind is type(None)]
+        self._places[types] = tensors, nulls
+        return tensors, nulls
+
+    def _check(self, n: int, tensor: Tensor) -> None:
+        """Raise `TypeError` unless the n-th pointer takes the tensor."""
+        member, known = self._members[n], self._known[n]
+        on_host = tensor.is_cpu and "HOST" in member.marks
+        is_there = on_host or tensor.get_device() == self._device
+        is_contiguous = tensor.is_contiguous() or "STRIDED" in member.marks
+        if member.dtype not in (tensor.dtype, "any") or not is_there or not is_contiguous:
+            strides = f"strides {tensor.stride()}"
+            found = f"a tensor of {tensor.dtype} on {tensor.device}, {strides}"
+            raise TypeError(self._refusal(n, found))
+        if len(known) > KNOWN:
+            known.clear()
+        known[tensor.data_ptr()] = tensor.dtype
+
+    def _refusal(self, n: int, value: Any) -> str:
+        return f"{self._kernel}: {self._members[n].name} is {self._members[n].ctype}, not {value}"
+
+
+@functools.cache
+def _arguments(
+    device: int, source: str, kernel: str, element: int, names: tuple[str, ...]
+) -> Arguments:
+    """Return what packs arguments of these names, in this order."""
+    parameters = signature(source, kernel, element)
+    if unknown := ", ".join(set(names) - parameters.keys()):
+        raise TypeError(f"{kernel} of {source} has no parameter {unknown}")
+    return Arguments(f"{kernel} of {source}", device, {name: parameters[name] for name in names})
+
+
+class Kernel:
+    """Launches a kernel on one GPU; `kernel` returns it.
+
+    CuPy's own launch takes about a microsecond an argument and looks the kernel up each time, which
+    was most of a step's time on the CPU. So memory for the arguments is allocated once, and its
+    layout is computed once for launches that name the arguments in the same order.
+
+    Args:
+        device: Index of the GPU.
+        source: Name of a file in cu/.
+        name: Name of the kernel.
+        macros: Values of the file's macros.
+        fixed: Arguments of all launches.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        source: str,
+        name: str,
+        macros: Mapping[str, int | str],
+        fixed: Mapping[str, Argument],
+    ):
+        self._device, self._source, self._name = device, source, name
+        self._macros = macros
+        self._fixed = fixed  # keeps the tensors
+        element = int(macros.get("ELEMENT", 0))
+        self._arguments = functools.partial(_arguments, device, source, name, element)
+        self._bound = self._arguments(tuple(fixed))
+        self._bytes = bytearray(self._bound.size)
+        self._bound.pack_into(self._bytes, 0, fixed.values())
+        self._names: tuple[str, ...] | None = None  # of the other arguments
+        self._lock = threading.Lock()
+
+    def bind(self, **fixed: Argument) -> Kernel:
+        """Return the kernel with arguments that all its launches share."""
+        return Kernel(self._device, self._source, self._name, self._macros, fixed)
+
+    def __call__(self, blocks: int, **args: Argument) -> None:
+        """Launch so many blocks of THREADS threads on torch's current stream."""
+        # torch's public functions for device and stream take longer than the launch itself.
+        device = torch._C._cuda_getDevice()
+        if device != self._device:
+            raise RuntimeError(f"{self._name} is bound to GPU {self._device}, not {device}")
+        if getattr(_thread, "device", None) != device:
+            # Gives this thread the device's context, without which the driver launches nothing.
+            torch.cuda.current_stream().query()
+            _thread.device = device
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        with self._lock:  # until the driver has copied the arguments
+            if tuple(args) != self._names:
+                self._lay_out(args)
+            self._others.pack_into(self._memory, self._bound.size, args.values())
+            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._pointers, 0)
+
+    def _lay_out(self, args: Mapping[str, Argument]) -> None:
+        """Allocate memory for all arguments, and compile the kernel."""
+        others, parameters = self._arguments(tuple(args)), signature(self._source, self._name)
+        if twice := ", ".join(self._fixed.keys() & args.keys()):
+            raise TypeError(f"{self._name} of {self._source} got {twice} twice")
+        if missing := ", ".join(parameters.keys() - self._fixed.keys() - args.keys()):
+            raise TypeError(f"{self._name} of {self._source} lacks {missing}")
+        size = self._bound.size + others.size
+        self._memory = ctypes.create_string_buffer(bytes(self._bytes), size)
+        start = ctypes.addressof(self._memory)
+        begins = {name: start + begin for name, begin in self._bound.begins.items()}
+        for name, begin in others.begins.items():
+            begins[name] = start + self._bound.size + begin
+        self._addresses = (ctypes.c_void_p * len(begins))()
+        self._addresses[:] = [begins[name] for name in parameters]
+        self._pointers = ctypes.addressof(self._addresses)
+        self._function, self._launch = _compiled(
+            self._device, self._source, self._name, **self._macros
+        )
+        self._others, self._names = others, tuple(args)
+
+
+@functools.cache
+def _bound_to(device: int, source: str, name: str, **macros: int | str) -> Kernel:
+    return Kernel(device, source, name, macros, {})
+
+
+def kernel(source: str, name: str, **macros: int | str) -> Kernel:
+    """Return a kernel of a source file for the current GPU."""
+    return _bound_to(torch._C._cuda_getDevice(), source, name, **macros)
+
+
+_thread = threading.local()  # of each thread, the device whose context it has
+
+
+def cuda_runtime() -> Any:
+    """Return CuPy's module of CUDA's runtime.
+
+    Raises:
+        ImportError: CuPy is not installed.
+    """
+    # `from cupy.cuda import runtime` would not wait for a thread that is importing CuPy, and fail,
+    # as it needs what that thread has not imported yet.
+    import cupy
+
+    return cupy.cuda.runtime
+
+
+def blocks_for(threads: int) -> int:
+    """Return the blocks for that many threads, at most 8 a processor."""
+    return max(1, min(-(-threads // THREADS), 8 * _processors()))
+
+
+@functools.cache
+def _processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+@functools.cache
+def _compiled(
+    device: int, source: str, kernel: str, **macros: int | str
+) -> tuple[int, Callable[..., None]]:
+    """Return the handle of a kernel, and the driver's cuLaunchKernel.
+
+    Its module stays loaded.
+    """
+    function = _module(device, source, **macros).get_function(kernel).kernel
+    from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
+
+    return function.ptr, driver.launchKernel
+
+
+@functools.cache
+def _module(device: int, source: str, **macros: int | str) -> Any:
+    import cupy
+
+    # Not as options: CuPy compiles an empty file for each new set of these, which takes 20 ms.
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    code = f'{defines}#line 1 "{source}"\n{_path_of(source).read_text()}'
+    # CuPy does not look at headers: their content is an option.
+    content = hashlib.blake2b(source_text(source).encode(), digest_size=8).hexdigest()
+    options = ("-std=c++17", *(f"-I{folder}" for folder in SOURCES), f"-DW2V_SOURCE={content}")
+    return cupy.RawModule(code=code, options=options)

@@ -1,0 +1,215 @@
+"""Links: how records move between a table and the compute device.
+
+Rows are sorted and unique, int64, on the compute device; `slots_U` says where each record lies in
+`records_SR`, by default 0, 1, 2, ... Moves are made in the order of torch's current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from w2v.rows import ops
+from w2v.rows.table import Table
+
+RING = 3  # pinned buffers of a `StagedLink`
+BUFFER_BYTES = 16 << 20  # of each: 16 MiB copies reach 97 % of the link's rate
+# Of `measure_copy_rate`: bytes of a copy, copies each way between two waits, seconds at least.
+MOVED_BYTES = 16 << 20
+COPIES = 8
+SECONDS = 0.05
+
+
+class Link:
+    """Moves records between a table and the device that both are on."""
+
+    def read(
+        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        """Copy records[slots[u]] = table[rows[u]]."""
+        if slots_U is None:
+            torch.index_select(table_VR, 0, rows_U, out=records_SR)
+        else:
+            records_SR.index_copy_(0, slots_U, table_VR.index_select(0, rows_U))
+
+    def write(
+        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        """Copy table[rows[u]] = records[slots[u]]."""
+        records_UR = records_SR if slots_U is None else records_SR.index_select(0, slots_U)
+        table_VR.index_copy_(0, rows_U, records_UR)
+
+
+class MappedLink(Link):
+    """Tables in pinned CPU memory that GPU kernels read and write in place.
+
+    Negative rows are not written. Rows that are read may repeat.
+    """
+
+    def read(
+        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        ops.move_records(table_VR, rows_U, records_SR, slots_U)
+
+    def write(
+        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        ops.move_records(table_VR, rows_U, records_SR, slots_U, to_table=True)
+
+
+class StagedLink(Link):
+    """Tables in any CPU memory, moved through pinned buffers.
+
+    A ring of buffers serves both directions, so that the CPU fills one while the last is copied.
+    The CPU has to wait for the row ids, and for the copy before it scatters: the link of last
+    resort.
+    """
+
+    def __init__(self) -> None:
+        self._ring: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def read(
+        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        for rows, part, buffer, copied in self._parts(table_VR, rows_U):
+            torch.index_select(table_VR, 0, rows, out=buffer)
+            if slots_U is None:
+                records_SR[part].copy_(buffer, non_blocking=True)
+            else:
+                arrived = buffer.to(records_SR.device, non_blocking=True)
+                records_SR.index_copy_(0, slots_U[part], arrived)
+            copied.record()
+
+    def write(
+        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        arriving: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
+
+        def store_first() -> None:
+            rows, buffer, copied = arriving.popleft()
+            copied.synchronize()
+            table_VR.index_copy_(0, rows, buffer)
+
+        for rows, part, buffer, copied in self._parts(table_VR, rows_U):
+            records_UR = records_SR[part]
+            if slots_U is not None:
+                records_UR = records_SR.index_select(0, slots_U[part])
+            buffer.copy_(records_UR, non_blocking=True)
+            copied.record()
+            arriving.append((rows, buffer, copied))
+            if len(arriving) == RING:  # the next part takes the buffer of the first
+                store_first()
+        while arriving:
+            store_first()
+
+    def _parts(
+        self, table_VR: Tensor, rows_U: Tensor
+    ) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
+        """Yield rows, their part of `rows_U`, a free buffer, and its event."""
+        if not self._ring:
+            self._ring = [(_pinned(BUFFER_BYTES), torch.cuda.Event()) for _ in range(RING)]
+        dtype, width = table_VR.dtype, table_VR.shape[1]
+        record_bytes = width * dtype.itemsize
+        part_rows = max(1, BUFFER_BYTES // record_bytes)
+        for number, rows in enumerate(rows_U.cpu().split(part_rows)):
+            raw, copied = self._ring[number % RING]
+            copied.synchronize()  # until the buffer is free
+            if record_bytes > len(raw):
+                raw = _pinned(record_bytes)
+            buffer = raw[: len(rows) * record_bytes].view(dtype).view(len(rows), width)
+            start = number * part_rows
+            yield rows, slice(start, start + len(rows)), buffer, copied
+
+
+def link_between(table: Table, device: torch.device) -> Link:
+    """Return the link between a table and the compute device."""
+    if table.records_VR.device.type == device.type:
+        return Link()
+    return MappedLink() if table.storage == "pinned" else StagedLink()
+
+
+def _pinned(*shape: int) -> Tensor:
+    """Return pinned memory, whatever torch.set_default_device says."""
+    return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def measure_copy_rate(device: torch.device) -> float:
+    """Return the bytes/s of copies in both directions: the link's roofline."""
+    on_gpu = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, device=device)
+    on_cpu = _pinned(2, MOVED_BYTES)
+    ways = (on_gpu[0], on_cpu[0], torch.cuda.Stream()), (on_cpu[1], on_gpu[1], torch.cuda.Stream())
+    calls = 0
+    start = 0.0
+    while calls < 2 or time.perf_counter() - start < SECONDS:
+        if calls == 1:  # the first call warms up
+            start = time.perf_counter()
+        for target, source, stream in ways:
+            with torch.cuda.stream(stream):
+                for _ in range(COPIES):
+                    target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        calls += 1
+    return (calls - 1) * 2 * COPIES * MOVED_BYTES / (time.perf_counter() - start)
+
+
+def current_stream() -> torch.cuda.Stream:
+    """Return the stream that this thread's work goes to.
+
+    torch.cuda.current_stream takes as long as launching a kernel; this takes a tenth.
+    """
+    return _stream(*torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice()))
+
+
+@functools.cache
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
+    """Send the work of a block to a stream; without a GPU there is none."""
+    return stream or contextlib.nullcontext()
+
+
+class Waits:
+    """Time that a stream has waited for moves, by events around each."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._open: deque[list[torch.cuda.Event]] = deque()
+        self._reusable: list[list[torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def counted(self, device: torch.device, is_timed: bool = True) -> Iterator[None]:
+        """Count the time that a GPU's current stream takes for the block."""
+        if device.type == "cpu" or not is_timed:
+            yield
+            return
+        stream = current_stream()
+        if not self._reusable:
+            self._reusable.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        before, after = self._reusable.pop()
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._open.append([before, after])
+        self._collect()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all waits that are over."""
+        over = (before.elapsed_time(after) for before, after in self._open if after.query())
+        return self._seconds + sum(over) / 1000
+
+    def _collect(self) -> None:
+        while self._open and self._open[0][1].query():
+            before, after = self._open.popleft()
+            self._seconds += before.elapsed_time(after) / 1000
+            self._reusable.append([before, after])

@@ -1,0 +1,367 @@
+"""Operations on rows by CUDA kernels: look up, move, gather, add and step.
+
+Gradients are added in the order in which threads come, so bits differ from run to run.
+
+Shapes: A rows, N ids, U unique rows, D dimensions, S slots, R elements of a record.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from w2v.rows.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel
+from w2v.rows.optim import Hyper, RowOptimizer
+
+# Enough for the link; more would let one direction starve the other, and be slower.
+READ_BLOCKS, WRITE_BLOCKS = 64, 48
+
+
+class View(NamedTuple):
+    """Where the records of rows are on the compute device."""
+
+    records_SR: Tensor
+    slot_of_A: Tensor | None  # int32, the slot of each row; None: a row is its own slot
+
+    def slots(self, rows_U: Tensor) -> Tensor:
+        """Return the slot of each row: int64 [U]."""
+        return rows_U if self.slot_of_A is None else self.slot_of_A[rows_U].long()
+
+
+class Span(NamedTuple):
+    """One of the tables that are looked up together.
+
+    Row v belongs to rank v % N; ids are looked up for all N ranks.
+    """
+
+    rows: int  # of the whole table
+    padding: int | None  # a row whose place is wanted
+    first_rows: tuple[int, ...]  # of each rank: its rows of the table are numbered from here on
+
+
+class Spans(NamedTuple):
+    """Tables that are looked up together, for kernels: int64 [N * T, 5]."""
+
+    on_device: Tensor
+    words: int  # of bits for all rows
+    tables: int
+    ranks: int
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], counts: Sequence[int], device: torch.device) -> Spans:
+        """`counts` are numbers of ids of the tables; none if these are equal."""
+        ends = list(itertools.accumulate(counts)) or [0] * len(spans)
+        ranks, words, numbers = len(spans[0].first_rows), 0, []
+        for rank in range(ranks):
+            for span, end in zip(spans, ends, strict=True):
+                padding = -1
+                if span.padding is not None and span.padding % ranks == rank:
+                    padding = span.padding // ranks
+                numbers.append((end, words, span.first_rows[rank], span.rows, padding))
+                # A rank without rows has a word, so that the kernels find its place.
+                words += max(1, -(-(span.rows - rank) // (32 * ranks)))
+        # Without waiting for the GPU, as copies from unpinned memory would.
+        pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu").pin_memory()
+        return cls(pinned.to(device, non_blocking=True), words, len(spans), ranks)
+
+
+def numbers_of(spans: int) -> int:
+    """Return how many numbers `find_rows` reports of so many spans."""
+    return 2 + 4 * spans
+
+
+class FoundRows(NamedTuple):
+    """What `find_rows` returns."""
+
+    places_N: Tensor  # int64, the place of each id among the rows
+    rows_N: Tensor  # int64, the rows, by rank and then sorted, at the front
+    narrow_N: Tensor  # the same in 32 bits
+    known: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
+    last_N: Tensor | None  # int64, the last id of each row
+
+
+def find_rows(
+    ids_N: Tensor,  # int64 on the GPU, table by table
+    spans: Spans,
+    each: int,  # ids of each table, 0 if `spans` has their numbers
+    readback: Tensor,
+    is_filled: bool = False,
+    are_rows: bool = False,
+) -> FoundRows:
+    """Find the unique rows of ids without sorting.
+
+    `readback` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
+    table of each rank the rows before it, the least and the greatest id that is no row (0: none),
+    and 1 + the place of its padding row (0: it is not there).
+
+    With `is_filled`, -1 stands behind the rows, and alone if an id is no row; and the last id of
+    each row is found. With `are_rows`, ids are rows of one rank, of all tables in any order.
+    """
+    assert spans.ranks == 1 or not are_rows, "rows of one rank"
+    ids, device = ids_N.shape[0], ids_N.device
+    word_blocks = -(-spans.words // THREADS)
+    words = word_blocks * THREADS
+    # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
+    # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
+    size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
+    numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
+    before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
+    kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
+    places_N, rows_N, known = kept.split([ids, ids, 2])
+    narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
+    rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
+    ranks = 0 if are_rows else spans.ranks
+    look_up = c_struct("lookup.cu", "LookUp")(
+        spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
+    )
+    blocks = blocks_for(ids)
+    kernel("lookup.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
+    kernel("lookup.cu", "count_ids")(word_blocks, look_up=look_up, before=before_W)
+    kernel("lookup.cu", "list_ids")(
+        word_blocks, look_up=look_up, before=before_W, unique=rows_N, narrow=narrow_N
+    )
+    kernel("lookup.cu", "place_ids")(
+        blocks,
+        ids=ids_N,
+        count=ids,
+        look_up=look_up,
+        before=before_W,
+        places=places_N,
+        readback=readback,
+        known=known,
+        rest=rest_N,
+        last=last_N,
+    )
+    return FoundRows(places_N, rows_N, narrow_N, known, last_N)
+
+
+def move_records(
+    table_VR: Tensor,
+    rows_U: Tensor,
+    records_SR: Tensor,
+    slots_U: Tensor | None = None,
+    to_table: bool = False,
+) -> None:
+    """Copy records[slots[u]] = table[rows[u]], or back.
+
+    Without slots, u is the slot. The table may be in pinned CPU memory. Rows and slots are inside
+    their bounds; rows are unique, and best sorted; negative ones are skipped. A record is a
+    multiple of 16 bytes.
+    """
+    assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
+    assert table_VR.stride(1) == 1
+    itemsize, count = table_VR.element_size(), len(rows_U)
+    assert table_VR.shape[1] * itemsize % 16 == 0
+    if count:
+        kernel("rows.cu", "move_records")(
+            WRITE_BLOCKS if to_table else READ_BLOCKS,
+            table=table_VR,
+            stride=table_VR.stride(0) * itemsize // 16,
+            rows=rows_U,
+            records=records_SR,
+            slots=slots_U,
+            count=count,
+            width=table_VR.shape[1] * itemsize // 16,
+            to_table=to_table,
+        )
+
+
+def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:
+    """Copy the record of the last id of each row to the row's other ids.
+
+    A record is a multiple of 16 bytes.
+    """
+    count, width = places_N.shape[0], records_NR.shape[1] * records_NR.element_size() // 16
+    kernel("rows.cu", "copy_repeated")(
+        blocks_for(32 * count),
+        places=places_N,
+        last=last_U,
+        count=count,
+        records=records_NR,
+        width=width,
+    )
+
+
+class Bags(NamedTuple):
+    """How the ids of a table are divided into bags whose vectors are summed.
+
+    begins: where each bag begins, int64 on the GPU, and where the last one ends if there is one
+    more than `number`; None: bags of `size` ids. is_mean: whether sums are divided by the number of
+    ids that are not padding. tables: how many, one after the other, have such bags.
+    """
+
+    number: int
+    begins: Tensor | None = None
+    size: int = 1
+    is_mean: bool = False
+    tables: int = 1
+
+    def args(self, places_N: Tensor, padding: int | None) -> Any:
+        """Return the bags as struct Bags; padding: the place that is left out."""
+        begins = self.begins
+        return c_struct("rows.cu", "Bags")(
+            places=places_N,
+            length=places_N.shape[0] // self.tables,
+            begins=begins,
+            given=0 if begins is None else begins.shape[0],
+            size=self.size,
+            bags=self.number,
+            all=self.tables * self.number,
+            padding=-1 if padding is None else padding,
+            mean=self.is_mean,
+        )
+
+
+def gather_bags(
+    records_SR: Tensor,
+    slots_U: Tensor | None,  # of unique rows, int32; None: 0, 1, 2, ...
+    places_N: Tensor,  # which of these rows each id is, int64
+    dim: int,
+    bags: Bags | None = None,  # of ids; by default each id is one
+    padding: int | None = None,  # the place that is left out of bags
+) -> Tensor:
+    """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
+    args = (bags or Bags(places_N.shape[0])).args(places_N, padding)
+    weight_ND = torch.empty(args.all, dim, device=records_SR.device)
+    kernel("rows.cu", "gather_bags", ELEMENT=ELEMENTS[records_SR.dtype])(
+        blocks_for(32 * args.all),
+        records=records_SR,
+        row_width=records_SR.shape[1],
+        slots=slots_U,
+        bags=args,
+        dim=dim,
+        sums=weight_ND,
+    )
+    return weight_ND
+
+
+def sum_gradients(
+    grads: Tensor,  # [N, D], or [T, N, D] of the bags of T tables
+    places_N: Tensor,
+    sums_UD: Tensor,
+    bags: Bags | None = None,
+    padding: int | None = None,
+) -> None:
+    """Add gradients of ids or bags to the sums, by place, in no fixed order."""
+    *counts, dim = grads.shape
+    table_stride, bag_stride = (bags.number * dim if bags else 0), dim
+    if len(counts) > 1:
+        table_stride, bag_stride, _ = grads.stride()
+    kernel("rows.cu", "add_gradients")(
+        blocks_for(32 * math.prod(counts)),
+        grads=grads,
+        table_stride=table_stride,
+        bag_stride=bag_stride,
+        bags=(bags or Bags(counts[0])).args(places_N, padding),
+        dim=dim,
+        sums=sums_UD,
+    )
+
+
+def step_rows(
+    optimizer: RowOptimizer,
+    counted: tuple[float, int],  # by `optimizer.count_step`
+    seed: int,  # of the rounding to bfloat16
+    records_SR: Tensor,  # on the GPU
+    slots_U: Tensor | None,  # of unique rows, as above
+    count: Tensor | None,  # their number, if the GPU knows it
+    grad_UD: Tensor,
+    lr: float,
+) -> None:
+    """Step stored records in place, by the fused kernel; gradients become 0.
+
+    A number whose step is not finite keeps its value, as do those read with it.
+    """
+    (rows, dim), device = grad_UD.shape, grad_UD.device
+    step, step_column = counted
+    if slots_U is None:
+        slots_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
+    if count is None:
+        count = torch.full((), rows, dtype=torch.int64, device=device)
+    launch = _step_of_one_table(
+        optimizer.formula,
+        optimizer.state_count,
+        optimizer.hyper(0.0),
+        records_SR.dtype,
+        device,
+        dim,
+        step_column,
+    )
+    launch(
+        blocks_for(32 * rows),
+        view=View(records_SR, None),
+        # The kernel gets slots in place of rows, and no slot of each row.
+        rows=slot_grads(slots_U, grad_UD, count),
+        row_width=records_SR.shape[1],
+        lr=float(lr),
+        table_step=step,
+        seed=seed,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _step_of_one_table(
+    formula: str,
+    states: int,
+    hyper: Hyper,
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int,
+    step_column: int,
+) -> Kernel:
+    """Return a step that notes no faults."""
+    stepped, fault = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+    return step_kernel(formula, states, dtype, dim, ranks=0).bind(
+        dim=dim,
+        step_column=step_column,
+        cap=0,
+        hyper=hyper,
+        places=no_places(),
+        stepped=stepped,
+        # A fault would be the sum of this step and a bit, both 0.
+        fault=fault,
+        bit=0,
+        done=None,
+        loss=torch.zeros((), dtype=torch.float64, device=device),
+        this_step=0,
+    )
+
+
+def slot_grads(slots_U: Tensor, grad_UD: Tensor, count: Tensor) -> Any:
+    """Return gradients of rows that no index finds, as struct RowGrads."""
+    grads = c_struct("unique.cuh", "RowGrads")
+    return grads(index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count)
+
+
+def no_places() -> Any:
+    """Return struct Places of a process whose gradients no other one has."""
+    places = c_struct("unique.cuh", "Places")
+    return places(peers=None, places=None, room=0)
+
+
+@functools.lru_cache(maxsize=4)
+def _numbers(device: torch.device, count: int) -> Tensor:
+    """Return the numbers 0, 1, 2, ...: int32."""
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def step_kernel(formula: str, states: int, dtype: torch.dtype, dim: int, ranks: int) -> Kernel:
+    """Return the kernel of an optimizer's step.
+
+    ranks: from how many peers gradients are read; 0 for gradients in one place.
+    """
+    return kernel(
+        "optim.cu",
+        "step",
+        STEP=formula,
+        STATES=states,
+        ELEMENT=ELEMENTS[dtype],
+        WIDE=1 if dim % 4 else 4,
+        RANKS=ranks,
+    )

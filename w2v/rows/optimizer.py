@@ -1,0 +1,384 @@
+"""Optimizer of all paged embeddings of a model, which reads batches ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from w2v.config import OptimizerConfig
+from w2v.distributed.ranks import Ranks
+from w2v.rows import lookup as look_up
+from w2v.rows import shard as sharded
+from w2v.rows.checkpoint import Checkpoints, latest
+from w2v.rows.embedding import trained_tables
+from w2v.rows.group import RowGroup
+from w2v.rows.lookup import Ids, LookUp, RowsOfIds, as_tensor
+from w2v.rows.optim import RowOptimizer, optimizer_name
+from w2v.rows.paged_table import PagedTable, open_together, share_cache, step_fused
+from w2v.rows.shard import LookedUpBatch
+from w2v.rows.table import Table
+
+SCHEDULED = "lr", "betas", "momentum"  # what schedulers of torch change
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """One optimizer for all paged embeddings of a model.
+
+    Steps rows that have gradients as `optimizer` of torch does, bit for bit in float32. Learning
+    rate schedulers, `torch.amp.GradScaler` and `clip_grad_norm_` use it as any optimizer of torch;
+    `param_groups` has a parameter for each table, with the gradients of its rows. A step consumes
+    the gradients: another one without a backward pass does nothing.
+
+    Args:
+        tables: Module whose paged embeddings are stepped, or several; or groups as in torch:
+            [{"params": module, "lr": 0.1}, ...]. Frozen tables are left out.
+        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
+        lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
+        step: Whether bias correction counts the steps of the "table" or of each "row".
+        fused: Add gradients and step rows by kernels of this library, on a GPU: several times
+            faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
+            number whose step is not finite keeps its value, as do up to three beside it. Beside
+            its gradients, a parameter of `param_groups` then has zeros in place of weights.
+        **args: Other arguments of the optimizer, such as betas.
+    """
+
+    def __init__(
+        self,
+        tables: nn.Module | Iterable[nn.Module] | Iterable[dict[str, Any]],
+        optimizer: str | type[torch.optim.Optimizer],
+        *,
+        lr: float,
+        step: Literal["table", "row"] = "table",
+        fused: bool = False,
+        **args: Any,
+    ):
+        if step not in ("table", "row"):
+            raise ValueError(f"step={step!r} is unknown; choose 'table' or 'row'")
+        self._fused = fused
+        self._name = optimizer_name(optimizer)
+        self._counts = step
+        self._tables: dict[nn.Parameter, PagedTable] = {}
+        self._row_optimizers: dict[int, tuple[dict[str, Any], RowOptimizer]] = {}  # by group
+        config = OptimizerConfig(name=self._name, lr=_rate(lr), args=args)
+        defaults = RowOptimizer(config).arguments
+        defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
+        groups = [tables] if isinstance(tables, nn.Module) else list(tables)
+        if not groups:  # a PagedEmbedding has no parameters
+            raise ValueError("PagedOptimizer takes modules, such as the model, not parameters()")
+        super().__init__(groups, defaults)  # type: ignore[arg-type]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step further tables: {"params": module or modules, "lr": ...}."""
+        modules = param_group["params"]
+        modules = [modules] if isinstance(modules, nn.Module) else list(modules)
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                kind = type(module).__name__
+                raise TypeError(f"{kind} is not a module; give the PagedEmbedding or its model")
+        tables = trained_tables(modules)
+        if not tables:
+            raise ValueError("these modules have no PagedEmbedding that is trained")
+        parameters = [table.parameter for table in tables]
+        if not self._tables.keys().isdisjoint(parameters):
+            raise ValueError("a PagedEmbedding is in two groups; give each table once")
+        if len({table.ranks.size for table in [*self._tables.values(), *tables]}) > 1:
+            raise ValueError("tables differ in process_group; give all of them the same")
+        optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
+        if self._fused:
+            for table in tables:
+                table.check_fused(optimizer)  # before a table loses the state that it has
+        opened = open_together(tables, optimizer)
+        for table in tables:
+            if table not in opened:
+                table.attach(optimizer)
+            table.fused = self._fused
+            table.checked = None
+            table.check(optimizer)
+        super().add_param_group(dict(param_group, params=parameters))
+        self._tables.update(zip(parameters, tables, strict=True))
+        share_cache(list(self._tables.values()))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse torch.amp.GradScaler, which reads this, with several ranks."""
+        if self._ranks.size > 1:
+            reason = "the ranks of a table would not agree on GradScaler's factor"
+            raise ValueError(f"{reason}; use torch.autocast with bfloat16, without a scaler")
+        return False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all rows that have gradients, and write them back.
+
+        Returns the loss of `closure`, if it is given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        steps = []
+        for number, group in enumerate(self.param_groups):
+            lr = _rate(group["lr"])
+            optimizer = self._row_optimizer(number, group)
+            tables = [self._tables[parameter] for parameter in group["params"]]
+            for table in tables:
+                table.check(optimizer)
+            steps.append((tables, optimizer, lr))
+        # Only now, so that a step that is refused changes no table.
+        if self._ranks.size > 1:
+            sharded.reduce(list(self._tables.values()))
+        for tables, optimizer, lr in steps:
+            if self._fused:
+                step_fused(tables, optimizer, lr)
+            else:
+                for table in tables:
+                    table.step(optimizer, lr)
+        return loss
+
+    def pages(
+        self,
+        loader: Iterable[Any],
+        key: Any | list[Any] | Callable[[Any], Ids | Sequence[Ids]],
+        ahead: int = 4,
+    ) -> Iterator[Any]:
+        """Yield the batches of a loader while rows of the next are fetched.
+
+            for batch in paged.pages(loader, key="user_id"):
+                loss = model(users(batch["user_id"]))
+
+        Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
+        With gpu_bytes, rows of the next batch come while this one computes, and rows of the batches
+        after it stay. Results are those of the loader itself, bit for bit, unless both it and the
+        loop draw from one random generator. An error of the loader, or an id that is not a row, is
+        raised once the batches before it are used.
+
+        Args:
+            loader: Batches, such as those of a DataLoader.
+            key: Item of a batch that has the ids; a list of one for each table, in the order of the
+                tables; or a function that returns the ids for each table, or the only one.
+            ahead: Number of batches that are read ahead. The rows of half as many move together,
+                which takes less time than one after the other.
+        """
+        if ahead < 1:
+            raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
+        tables = list(self._tables.values())
+        batches: Iterator[LookedUpBatch]
+        batches = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
+        if self._ranks.size > 1:
+            batches = sharded.sent_ahead(tables, batches)
+        together = max(1, ahead // 2)  # batches of a page of the cache
+        try:
+            for number, window in enumerate(_windows(batches, ahead)):
+                begins_page = number % together == 0
+                if begins_page:
+                    _prefetch(window, 0, together)
+                batch, rows = window.popleft()
+                for owned in _owned(rows):
+                    look_up.make_current(owned)
+                if begins_page:  # the rows after this page's
+                    _prefetch(window, together - 1, together)
+                for table, found in zip(tables, rows, strict=True):
+                    table.announced = found
+                yield batch
+                for found in rows:  # drop vectors that were not used: they refer to the look-up
+                    found.look_up.computed.clear()
+        finally:
+            for table in tables:
+                table.announced = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all tables, or set them to zero."""
+        for table in self._tables.values():  # several times faster than torch's own way
+            table.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of torch's optimizer of dense tables.
+
+        State is copied, which takes as much memory again. With several ranks, only rank 0 returns
+        it. Rows without a step have the initial state that torch would give them now: the step
+        sizes of Rprop and ASGD are the learning rate.
+        """
+        found = super().state_dict()
+        states = []
+        for number, group in enumerate(self.param_groups):
+            optimizer = self._row_optimizer(number, group)
+            for parameter in group["params"]:
+                table = self._tables[parameter]
+                gathered = [(name, table.gather(value)) for name, value in table.state().items()]
+                if self._ranks.rank == 0:
+                    state = {name: value for name, value in gathered if value is not None}
+                    optimizer.set_rates(state, _rate(group["lr"]))
+                    states.append(state)
+        return found | {"state": {n: state for n, state in enumerate(states) if state}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of torch's optimizer of dense tables.
+
+        A table without an entry in "state" gets the initial state, as in torch.
+
+        Raises:
+            ValueError: It is for other tables or another optimizer; nothing has changed.
+        """
+        if missing := {"param_groups", "state"}.difference(state_dict):
+            found = f"state_dict begins with {[*state_dict][:3]} and has no {sorted(missing)[0]}"
+            raise ValueError(f"{found}; give an optimizer's")
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        loaded = []
+        for number, table in zip(numbers, self._tables.values(), strict=False):
+            state = table.state()
+            given = state_dict["state"].get(number, {})
+            # Some classes of torch count steps by an int, and keep None for an unused state.
+            given = {name: as_tensor(value) for name, value in given.items() if value is not None}
+            given = given or table.initial_state()
+            rows = table.num_embeddings
+            shapes = {name: (rows, *own.shape[1:])[: own.dim()] for name, own in state.items()}
+            if {name: value.shape for name, value in given.items()} != shapes:
+                raise ValueError(f"the state of table {number} is of another optimizer or shape")
+            loaded.append((table, state, given))
+        super().load_state_dict(state_dict | {"state": {}})  # checks the numbers of tables
+        for table, state, given in loaded:
+            table.store.version += 1
+            for name, value in given.items():
+                state[name].copy_(table.own_rows(value))
+
+    def save(self, folder: str | Path, step: int) -> None:
+        """Write weights and states of all tables, and learning rates, to a folder.
+
+        The folder keeps the last two steps. Each rank writes its rows, without a copy in memory;
+        they load into any number of ranks. Several machines need storage that they share.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        last = latest(Path(folder), self._ranks)
+        if last and step <= last.state["step"]:
+            saved = f"{folder} has step {last.state['step']}, and step={step} is not later"
+            raise ValueError(f"{saved}; give another folder")
+        saver = Checkpoints(Path(folder), self._parts(), 0, self._ranks)
+        groups = [
+            {key: group[key] for key in SCHEDULED if key in group} | {"lr": _rate(group["lr"])}
+            for group in self.param_groups
+        ]
+        saver.save({"step": step, "groups": groups}, copied=False)
+        saver.wait()
+
+    def load(self, folder: str | Path) -> int:
+        """Load the last step that is in a folder of `save`; return it.
+
+        Raises:
+            ValueError: There is none, or it is damaged or of other tables.
+        """
+        if (saved := latest(Path(folder), self._ranks)) is None:
+            raise ValueError(f"{folder} holds no checkpoint; give a folder of PagedOptimizer.save")
+        # Earlier versions have saved the rates alone, and a run of `w2v train` has neither.
+        groups = saved.state.get("groups", [{"lr": lr} for lr in saved.state.get("lr", [])])
+        if len(groups) != len(self.param_groups):
+            counts = f"{len(groups)} groups of tables, and the optimizer {len(self.param_groups)}"
+            raise ValueError(f"{folder} has {counts}; make it with the same groups")
+        saved.load(self._parts(), self._ranks)
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.update(values)
+        return saved.state["step"]
+
+    @property
+    def _ranks(self) -> Ranks:
+        return next(iter(self._tables.values())).ranks
+
+    def _parts(self) -> list[Table]:
+        """Return what is written of each table, with a name of its own."""
+        parts = []
+        for number, table in enumerate(self._tables.values()):
+            table.store.flush()
+            table.store.version += 1
+            for part, name in zip(table.store.table.parts, ("table", "state"), strict=False):
+                part.name = f"{name}-{number}"
+                parts.append(part)
+        return parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold."""
+        names = "_name", "_counts", "_fused", "_tables"
+        own = {name: getattr(self, name) for name in names}
+        return super().__getstate__() | own | {"_row_optimizers": {}}
+
+    def _row_optimizer(self, number: int, group: dict[str, Any]) -> RowOptimizer:
+        """Return the optimizer of a group, with the arguments it has now."""
+        names = [name for name in self.defaults if name != "lr" and group.get(name) is not None]
+        args = {name: group[name] for name in names}
+        known_args, _ = self._row_optimizers.get(number, (None, None))
+        if known_args != args:
+            config = OptimizerConfig(self._name, _rate(group["lr"]), args=args, step=self._counts)
+            self._row_optimizers[number] = args, RowOptimizer(config, may_change=True)
+        _, optimizer = self._row_optimizers[number]
+        return optimizer
+
+
+def _rate(lr: Any) -> float:
+    """Return a learning rate; raise `ValueError` for what is none."""
+    is_number = isinstance(lr, (Real, torch.Tensor))
+    if not (is_number and math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr={lr!r} is not a learning rate; give a number of at least 0")
+    return float(lr)
+
+
+def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowsOfIds]:
+    """Begin to look up the rows of a batch in each table."""
+    if callable(key):
+        ids = key(batch)
+        if len(tables) == 1 and isinstance(ids, (Tensor, np.ndarray)):
+            ids = [ids]
+    else:
+        items = key if isinstance(key, list) else [key]
+        ids = [batch[item] for item in items]
+    if len(ids) != len(tables):
+        raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
+    return sharded.look_up_tables(tables, ids)
+
+
+def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[LookedUpBatch]]:
+    """Yield the next batch and `ahead` more, of which the caller takes one.
+
+    An error is raised once the batches before it are taken.
+    """
+    window: deque[LookedUpBatch] = deque()
+    error: Exception | None = None
+    while True:
+        while error is None and len(window) <= ahead:
+            try:
+                window.append(next(batches))
+            except Exception as reason:  # such as StopIteration
+                error = reason
+        if not window:
+            break
+        yield window
+    if error is not None and not isinstance(error, StopIteration):
+        raise error
+
+
+def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
+    """Return the look-ups of rows of this process."""
+    return list(dict.fromkeys(found.look_up.own for found in rows))
+
+
+def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
+    """Begin to bring the rows of some batches of a window as one page."""
+    pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
+    for number, (_, rows) in enumerate(itertools.islice(window, first, None)):
+        for owned in _owned(rows):
+            look_ups, soon = pages.setdefault(owned.group, ([], []))
+            if number >= count:
+                soon.append(owned)
+                continue
+            with contextlib.suppress(IndexError):  # it is raised when it is due
+                owned.wait()
+                look_ups.append(owned)
+    for group, (look_ups, soon) in pages.items():
+        look_up.prefetch(group, look_ups, soon)

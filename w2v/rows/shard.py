@@ -1,0 +1,314 @@
+"""Rows of paged embeddings sharded over the ranks of a process group.
+
+Row v belongs to rank v % N, which holds its weight and state and steps it. All ranks take part in
+the exchanges of a batch, each of which serves all tables at once where their ids are read ahead:
+
+    send_counts  how many ids go to each rank, and whether this rank has a batch; with the ids of
+                 the batch before, if there is one
+    send_ids     the ids; each owner finds the unique rows among those that it gets
+    borrow       weights, from the owners, in the forward pass
+    reduce       gradients, to the owners, before the step
+
+`PagedOptimizer.pages` makes each of the first two a batch ahead of the next, so that the CPU does
+not wait for the GPU.
+
+Shapes: U unique rows of this rank's ids, M that all ranks request of this one, L unique ones among
+these, D dimensions, N ranks, T tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
+from w2v.rows import ops
+from w2v.rows.lookup import Ids, LookUp, Readback, RowPage, RowsOfIds, UniqueRows, look_up_together
+from w2v.rows.ops import Bags, gather_bags
+from w2v.rows.paged_table import PagedTable
+from w2v.system.files import one_line
+
+ENDED, FAILED = 1, 2  # status of a rank that has no batch; 0 with one
+
+
+def ranks_of(process_group: Any) -> Ranks:
+    """Return the ranks of a process group; of None this process alone."""
+    size = 1 if process_group is None else dist.get_world_size(process_group)
+    if size < 1:
+        raise ValueError("process_group does not have this process; make the table on its ranks")
+    return SINGLE if size == 1 else JoinedGroup(process_group)
+
+
+class RoutedLookUp(LookUp):
+    """Look-up of ids among the rows of all ranks, sorted by owner.
+
+    Attributes:
+        received: Number of rows that each rank requests of this one.
+        owned: The rows of each table that ranks request of this one.
+        batch: The look-ups whose weights are borrowed with these, itself among them.
+        pages: The pages of `owned` whose weights have been borrowed and not used.
+        weights_UD: Weights that `borrow` got from their owners.
+    """
+
+    tables: list[PagedTable]
+    received: list[int]
+    owned: list[UniqueRows]
+    batch: Sequence[RoutedLookUp] = ()
+    pages: dict[int, RowPage]
+    weights_UD: Tensor
+
+    def sent(self) -> list[int]:
+        """Wait for the rows; return how many of them each rank owns."""
+        self.wait()
+        of_ranks = self.begins[:: len(self.spans)]
+        return [end - begin for begin, end in itertools.pairwise(of_ranks)]
+
+    def receive(self, rows_M: Tensor, received: list[int]) -> None:
+        """Look up the rows that all ranks request of this one."""
+        self.received, ranks = received, self.tables[0].ranks
+        self.pages = {}
+        spans = [
+            ops.Span(ranks.shard_rows(span.rows), None, (span.first_rows[ranks.rank],))
+            for span in self.spans
+        ]
+        with self.group.lock:
+            found = LookUp(self.group, spans, [rows_M], are_rows=True)
+        self.owned = [
+            UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
+        ]
+
+    @property
+    def own(self) -> LookUp:
+        return self.owned[0].look_up
+
+    def read(self) -> Tensor:
+        """Return the weights that ranks request of this one: [M, D]."""
+        found = self.own
+        if all(table.uses_kernels for table in self.tables):
+            self.pages = {rows.index: found.page_of(rows) for rows in self.owned}
+            return found.vectors(None)
+        weights = []
+        for table, rows in zip(self.tables, self.owned, strict=True):
+            if table.store.group is self.group:
+                self.pages[rows.index], weight_LD = table.read(rows)
+            else:  # it has left the others, and its ids are looked up anew
+                weight_LD = table.parameter.new_zeros(len(rows.wait()), table.embedding_dim)
+            weights.append(weight_LD)
+        return torch.cat(weights).index_select(0, found.places_N)
+
+    def page_of(self, rows: UniqueRows) -> RowPage:
+        """Return a table's page of `owned`, with weights from all ranks at hand."""
+        if rows.index not in self.pages:  # other uses of the same ids borrow anew
+            borrow(self.batch or [self])
+        return self.pages.pop(rows.index)
+
+    def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
+        dim, left_out = self.weights_UD.shape[1], self.left_out(index, bags)
+        return gather_bags(self.weights_UD, None, self.places_of(index), dim, bags, left_out)
+
+    def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
+        """Return a table's weights [U, D], and places of ids and padding."""
+        which_U, padding = self._which(index), self.paddings[index]
+        places_N = torch.searchsorted(which_U, self.places_of(index))
+        if padding is not None:
+            padding = sum(
+                min(padding, end) - min(padding, begin) for begin, end in self.pieces(index)
+            )
+        return self.weights_UD.index_select(0, which_U), places_N, padding
+
+    def add_rows(self, index: int, grad_UD: Tensor, pending: Tensor | None) -> Tensor:
+        """Add gradients of a table's weights; return what waits to be sent."""
+        self.sums_for({index: pending}).index_add_(0, self._which(index), grad_UD)
+        return self.sums[index]
+
+    def _which(self, index: int) -> Tensor:
+        """Return the places of a table's rows."""
+        device = self.places_N.device
+        return torch.cat([torch.arange(*piece, device=device) for piece in self.pieces(index)])
+
+    def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
+        # They are sent as one: `sums` shows only which tables have some.
+        sums_UD = torch.zeros_like(self.weights_UD)
+        return sums_UD, [sums_UD] * len(self.spans)
+
+    def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
+        """Return the means over ranks of the gradients of these tables' rows."""
+        ranks, found = self.tables[0].ranks.size, self.own
+        if self.tables[0].fused:  # the sums lie side by side, for one step
+            pending = {index: self.tables[index].grad() for index in indices}
+            return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
+        sum_LD = grad_MD.new_zeros(len(found.wait()), grad_MD.shape[1])
+        # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.
+        places_of_ranks = found.places_N.split(self.received)
+        for places_m, grad_mD in zip(places_of_ranks, grad_MD.split(self.received), strict=True):
+            sum_LD.index_add_(0, places_m, grad_mD)
+        sum_LD.div_(ranks)
+        return [sum_LD[found.begins[index] : found.begins[index + 1]] for index in indices]
+
+
+class LookedUpBatch(NamedTuple):
+    """A batch of a loader, with its rows in each table."""
+
+    batch: Any
+    rows: list[RowsOfIds]
+
+
+class Requests:
+    """Send the ids of a batch to the owners of the rows."""
+
+    def __init__(
+        self,
+        tables: Sequence[PagedTable],  # on ranks of one process group
+        look_up: Callable[[], LookedUpBatch],  # what it raises is raised by all ranks
+    ):
+        self._ranks, self._device = tables[0].ranks, tables[0].device
+        self._groups = len({table.store.group for table in tables})
+        self._error: Exception | None = None
+        self._readback: Readback | None = None
+        try:
+            self.found = look_up()
+        except Exception as error:  # other ranks would wait for this one
+            self._error = error
+
+    def send_counts(self) -> None:
+        """Send each rank the number of its rows that will be requested."""
+        one_each = [1] * self._ranks.size
+        self._receive_counts(self._ranks.all_to_all(self._counts_to_send(), one_each, one_each))
+
+    def _counts_to_send(self) -> Tensor:
+        """Return a status and numbers of rows for each rank: [N, C]."""
+        sent_NC = [[0] * (1 + self._groups) for _ in range(self._ranks.size)]
+        try:
+            if self._error is None:
+                look_ups = dict.fromkeys(rows.look_up for rows in self.found.rows)
+                self._look_ups = [each for each in look_ups if isinstance(each, RoutedLookUp)]
+                counts = zip(*(look_up.sent() for look_up in self._look_ups), strict=True)
+                sent_NC = [[0, *of_rank] for of_rank in counts]
+        except IndexError as error:
+            self._error = error
+        if self._error:
+            status = ENDED if isinstance(self._error, StopIteration) else FAILED
+            sent_NC = [[status] * len(of_rank) for of_rank in sent_NC]
+        counts_NC = torch.tensor(sent_NC, device="cpu")
+        if self._device.type == "cuda":
+            self._readback = Readback(counts_NC.numel())
+            pinned = self._readback.numbers.copy_(counts_NC.flatten())
+            counts_NC = pinned.to(self._device, non_blocking=True).view(counts_NC.shape)
+        return counts_NC
+
+    def _receive_counts(self, counts_NC: Tensor) -> None:
+        self._counts = counts_NC.flatten()
+        if self._readback:
+            self._counts = self._readback.numbers.copy_(self._counts, non_blocking=True)
+            self._readback.launched()
+
+    def send_ids(self, following: Requests | None = None) -> bool:
+        """Send the ids; return False if a rank has no batch any more.
+
+        The counts of the batch after it are sent with them.
+
+        Raises:
+            Exception: The error of this rank, or a copy of another rank's.
+        """
+        if self._readback:
+            self._readback.read()  # waits for them
+        received_NC = self._counts.view(self._ranks.size, -1).tolist()
+        status_N, *received = map(list, zip(*received_NC, strict=True))
+        if FAILED in status_N:  # this rank raises its own error, or a copy of the first one's
+            failed, kind = status_N.index(FAILED), type(self._error).__name__
+            message = self._ranks.all_gather(f"{kind}: {one_line(self._error)}")[failed]
+            if self._error and not isinstance(self._error, StopIteration):
+                raise self._error
+            copied = IndexError if message.startswith("IndexError") else RuntimeError
+            raise copied(f"{message} (rank {failed})")
+        if ENDED in status_N:
+            return False
+        rows = [look_up.wait() for look_up in self._look_ups]
+        counts = [look_up.sent() for look_up in self._look_ups], received.copy()
+        if following:  # one more tensor, with a row for each rank
+            rows.append(following._counts_to_send())
+            for numbers in counts:
+                numbers.append([1] * self._ranks.size)
+        requested = self._ranks.all_to_all_tensors(rows, *counts)
+        if following:
+            following._receive_counts(requested.pop())
+        for look_up, rows_M, of_ranks in zip(self._look_ups, requested, received, strict=True):
+            look_up.receive(rows_M, of_ranks)
+            look_up.batch = self._look_ups
+        return True
+
+
+def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowsOfIds]:
+    """Begin to look up ids read ahead, among the rows of all ranks."""
+    found = [
+        RowsOfIds(table.store, given, table.padding_idx, table.num_embeddings)
+        for table, given in zip(tables, ids, strict=True)
+    ]
+    kind = RoutedLookUp if tables[0].ranks.size > 1 else LookUp
+    look_up_together(found, kind=kind)
+    for table, rows in zip(tables, found, strict=True):
+        rows.look_up.tables.append(table)
+    return found
+
+
+def look_up_alone(table: PagedTable, ids: Ids) -> RowsOfIds:
+    """Look up ids that were not sent ahead."""
+    requests = Requests([table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])))
+    requests.send_counts()
+    requests.send_ids()
+    return requests.found.rows[0]
+
+
+def sent_ahead(
+    tables: Sequence[PagedTable], batches: Iterator[LookedUpBatch]
+) -> Iterator[LookedUpBatch]:
+    """Yield batches with their look-ups until a rank has no more."""
+    under_way: deque[Requests] = deque()
+    while True:
+        under_way.append(Requests(tables, lambda: next(batches)))
+        if len(under_way) == 2:  # the first batches
+            under_way[0].send_counts()
+        elif len(under_way) == 3:
+            requests = under_way.popleft()
+            if not requests.send_ids(following=under_way[0]):
+                return
+            yield requests.found
+
+
+@torch.no_grad()
+def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
+    """Get the weights of rows from their owners."""
+    read = [look_up.read() for look_up in look_ups]
+    # Weights go where ids came from, so that sent and received change places.
+    counts = [look_up.received for look_up in look_ups], [look_up.sent() for look_up in look_ups]
+    weights = look_ups[0].tables[0].ranks.all_to_all_tensors(read, *counts)
+    for look_up, weight_UD in zip(look_ups, weights, strict=True):
+        look_up.weights_UD = weight_UD
+        look_up.batch = ()  # has this one: memory of a cycle is freed late
+
+
+def reduce(tables: Sequence[PagedTable]) -> None:
+    """Send gradients to the owners of the rows, which take means over ranks."""
+    pages: dict[RoutedLookUp, dict[int, RowPage]] = {}
+    for table in tables:
+        for look_up, (page, _) in table.unsent.items():
+            if isinstance(look_up, RoutedLookUp):
+                pages.setdefault(look_up, {})[look_up.tables.index(table)] = page
+        table.unsent.clear()
+        if table.announced and isinstance(table.announced.look_up, RoutedLookUp):
+            table.announced.look_up.pages.clear()  # as the step changes the weights
+    if not pages:
+        return
+    sums = [look_up.take_sums()[0] for look_up in pages]
+    counts = [look_up.sent() for look_up in pages], [look_up.received for look_up in pages]
+    grads = tables[0].ranks.all_to_all_tensors(sums, *counts)
+    for (look_up, its_pages), grad_MD in zip(pages.items(), grads, strict=True):
+        sums_by_row = look_up.sum_by_row(grad_MD, list(its_pages))
+        for (index, page), sum_LD in zip(its_pages.items(), sums_by_row, strict=True):
+            look_up.tables[index].add_grad(page, sum_LD, is_exchanged=True)

@@ -1,1 +1,0 @@
-"""Engines, links and caches: where rows are, and how they move."""

@@ -1,0 +1,131 @@
+"""One training step, and the pages of rows that are prefetched for it.
+
+A page holds the rows of several batches. While these compute, the next page is planned: its batches
+are drawn, the rows that they touch are found, and the engine begins to move them. On a GPU this
+happens on a stream of its own. Called in order, without overlap, it gives the same result.
+
+Shape: A rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from w2v.rows.cache import Engine
+from w2v.rows.link import current_stream, on_stream
+from w2v.rows.moves import PageRows
+from w2v.rows.optim import RowOptimizer
+from w2v.rows.table import Table
+from w2v.word2vec.batch import Batch, StepState, Update
+from w2v.word2vec.exchange import Exchange, PlannedBatch
+from w2v.word2vec.kernels import Kernels
+
+
+class StepResult(NamedTuple):
+    """Batch, loss and pairs of a step; the numbers stay on the device."""
+
+    batch: Batch  # of this step; the sampler may be pages ahead
+    loss: Tensor  # float64, summed over the positive pairs and their negatives
+    pairs: Tensor  # int64, number of positive pairs
+
+
+@dataclass(eq=False)
+class TrainingStep:
+    """The step of a run: its table, and the parts that work on it.
+
+    table: This rank's rows, those of input and output vectors in turn.
+    tables: Views of the same rows as two tables, `inputs` and `outputs`.
+    """
+
+    table: Table
+    kernels: Kernels  # arithmetic on rows
+    engine: Engine  # where rows are
+    exchange: Exchange  # who owns them
+    optimizer: RowOptimizer  # how they are updated
+    state: StepState  # step number, and the first fault
+    planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
+
+    def __post_init__(self) -> None:
+        self.tables = self.table.interleaved("input", "output")
+        self.inputs, self.outputs = self.tables
+        # For each of the last two pages, an event after its steps.
+        self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
+        # The planning stream reuses the memory of a tensor as soon as Python frees it, even while a
+        # step reads it. So three pages are kept: planned, computing, and the one before.
+        self._kept: deque[list[PlannedBatch]] = deque(maxlen=3)
+        if self.planning:
+            torch.cuda.reset_peak_memory_stats(self.state.device)
+
+    def __call__(self, planned: PlannedBatch, lr: float) -> StepResult:
+        """Train on one batch, which `plan_pages` has yielded.
+
+        A number that is not finite sets `state.fault` and is not written, nor is anything by later
+        steps. The exception is sequential SGD, which updates rows in `gradients`, with `lr`, after
+        each center: its bad values are already written.
+        """
+        batch = planned.batch
+        self.state.step += 1
+        # Find the batch's rows, unless that was done when its page was planned. Get their weights,
+        # some of them from other ranks, and a zero gradient for each.
+        grads, view = self.exchange.borrow(planned, self.engine.view())
+        # Add loss and gradients.
+        grads = self.kernels.gradients(batch, view, grads, lr)
+        # Replace them by the rows that this rank owns, with gradients summed over all ranks.
+        grads = self.exchange.reduce(grads)
+        # Update these rows.
+        update = Update(self.optimizer, self.table, lr)
+        self.kernels.optimizer_step(update, self.engine.view(), grads, self.state)
+        return StepResult(batch, grads.loss, grads.pairs)
+
+    def plan_pages(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:
+        """Yield the batches, each page planned while the one before computes."""
+        batches = iter(batches)
+        with on_stream(self.planning):
+            self.exchange.start(batches)
+        planned = self._next_page(batches)
+        while planned:
+            yield from planned
+            # A GPU still computes these steps while the next page is planned.
+            planned = self._next_page(batches)
+
+    @property
+    def peak_gpu_bytes(self) -> int:
+        """The most GPU memory that tensors have taken since the step was made."""
+        return torch.cuda.max_memory_allocated(self.state.device) if self.planning else 0
+
+    def finish(self) -> None:
+        """Free all memory but that of the tables. Call after `engine.flush()`."""
+        self.engine = Engine(self.table)
+        del self.kernels, self.exchange
+
+    def _next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        """Draw a page's batches, find their rows and begin to move them."""
+        if self.planning:
+            self._computed.append(current_stream().record_event())  # behind the last page's steps
+        with on_stream(self.planning):
+            planned = self.exchange.next_page(batches)
+            marks_A = None
+            if planned and self.engine.moves_rows:
+                rows = self.table.rows
+                marks_A = torch.zeros(rows, dtype=torch.bool, device=self.state.device)
+                self.exchange.mark(planned, marks_A)
+            if self.planning:
+                # Wait for the page before the one that computes: the engine may evict its rows.
+                self.planning.wait_event(self._computed[0])
+            if marks_A is not None:
+                lookahead = planned[-1].batch.lookahead
+                soon_A = lookahead.soon_A if lookahead else None
+                self.engine.prefetch(PageRows(marks_A, soon_A))
+        if self.planning:
+            current_stream().wait_stream(self.planning)
+            self._kept.append(planned)
+        with on_stream(self.planning):
+            # Only now, so that the moves of this page begin first.
+            self.exchange.list_following(batches)
+        return planned

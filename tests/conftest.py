@@ -70,7 +70,7 @@ def pytest_runtest_protocol(item):
 @contextlib.contextmanager
 def gpu_lock(item):
     """Keep tests that need a GPU alone apart from those of other processes."""
-    if not item.get_closest_marker("gpu"):
+    if not item.get_closest_marker("gpu") or item.get_closest_marker("skip"):
         yield
         return
     kind = fcntl.LOCK_SH
@@ -82,7 +82,11 @@ def gpu_lock(item):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where they cannot run."""
+    """Skip GPU tests where they cannot run, and slow ones but for `make test-faults`."""
+    if "W2V_SLOW" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="make test-faults runs it"))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and (reason := why_no_gpu()):
         for item in gpu_tests:

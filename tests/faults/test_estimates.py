@@ -1,6 +1,7 @@
 """Estimated memory is 1.0 to 1.5 times the peak of a process of its own.
 
-`make test-faults` measures ten runs on the CPU, and `make test-gpu` five on a GPU.
+`make test` measures one run. `make test-faults` measures ten on the CPU, and seven on a GPU, where
+each compiles all kernels anew for half a minute.
 """
 
 import json
@@ -97,6 +98,7 @@ def test_memory_of_the_cpu(arguments, tmp_path, settings):
 
 @pytest.mark.gpu
 @pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", GPU)
 def test_memory_of_a_gpu(arguments, tmp_path, settings):
     """Tables have some GiB, beside which what CUDA takes is small.

@@ -1,7 +1,7 @@
 """Runs that get signals or SIGKILL resume; no checkpoint is ever invalid.
 
-`make test-faults` kills 50 times at random moments and 20 times in each phase: on the CPU, and
-where tables are pinned on one and on two GPUs.
+`make test-faults` kills 50 times at random moments and 20 times in each phase on the CPU, and 20
+times where tables are pinned on one and on two GPUs.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ def arguments(tmp_path_factory):
 
 
 def on_gpus(number):
-    return pytest.param(number, marks=[pytest.mark.gpu, pytest.mark.alone], id=f"{number}GPU")
+    marks = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.slow]
+    return pytest.param(number, marks=marks, id=f"{number}GPU")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(0, id="CPU"), on_gpus(1), on_gpus(2)])
@@ -297,10 +298,7 @@ def test_a_program_that_hangs_fails_with_its_stack(programs, arguments, tmp_path
             programs.wait_for(lambda: False, seconds=0)
 
 
-slow = pytest.mark.skipif("W2V_SLOW" not in os.environ, reason="make test-faults runs it")
-
-
-@pytest.mark.parametrize("victim", ["run", pytest.param("reader", marks=slow)])
+@pytest.mark.parametrize("victim", ["run", pytest.param("reader", marks=pytest.mark.slow)])
 def test_a_run_or_the_process_that_reads_for_it_is_killed(arguments, tmp_path, victim):
     """In a run that nothing was loaded for, a forked process reads the text."""
     text, data = tmp_path / "text.txt", tmp_path / "data"

@@ -1,8 +1,8 @@
 """train.py under torchrun: ranks that finish, fail or are killed.
 
 A job never hangs and never loses a checkpoint. Each test runs on two CPUs with Gloo and on two GPUs
-with NCCL. `make test-faults` kills 20 ranks, and runs the torchrun command. With W2V_RANKS=4 and
-W2V_SHARED_GPUS=1 four ranks run, on two GPUs as well.
+with NCCL. `make test-faults` kills 20 ranks, on GPUs it alone does, and runs the torchrun command.
+With W2V_RANKS=4 and W2V_SHARED_GPUS=1 four ranks run, on two GPUs as well.
 """
 
 import contextlib
@@ -29,7 +29,10 @@ RANKS = int(os.environ.get("W2V_RANKS", "2"))
 FUSED = ["train.deterministic=false"]  # on GPUs with the kernels made for several ranks
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+GPU = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=GPU)])
 def device(request):
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
@@ -77,6 +80,9 @@ def start(programs, *arguments, ranks=RANKS, **more):
     return job, programs.ranks()
 
 
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[GPU, pytest.mark.slow])], indirect=True
+)
 def test_resuming_after_killed_ranks_ends_with_the_same_vectors(
     programs, arguments, tmp_path, undisturbed
 ):
@@ -198,7 +204,7 @@ def test_option_gpus_starts_ranks(programs, arguments, tmp_path, undisturbed):
 
 
 # The other tests start ranks by torchrun's own agent, which forks them.
-@pytest.mark.skipif("W2V_SLOW" not in os.environ, reason="make test-faults runs it")
+@pytest.mark.slow
 def test_torchrun_command_gives_the_same_vectors(
     programs, device, arguments, tmp_path, undisturbed
 ):

@@ -82,7 +82,7 @@ def gpu_lock(item):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where they cannot run, and slow ones but for `make test-faults`."""
+    """Skip slow tests, and GPU tests where they cannot run."""
     if "W2V_SLOW" not in os.environ:
         for item in items:
             if item.get_closest_marker("slow"):

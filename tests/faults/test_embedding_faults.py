@@ -1,8 +1,6 @@
 """Invalid uses of an embedding or a row store are refused in one line."""
 
 import gc
-import subprocess
-import sys
 import warnings
 from unittest import mock
 
@@ -25,6 +23,7 @@ from tests.support.embeddings import (
     trainable,
     weights,
 )
+from tests.support.processes import run_python
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.rows.cache import TorchCache
 from w2v.rows.checkpoint import Checkpoints
@@ -250,7 +249,7 @@ train()
 table.store.flush()
 print(before - table.store.table["weight"][1, 0].item())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
     assert float(done.stdout) == pytest.approx(2)  # the child has written neither step
 
 

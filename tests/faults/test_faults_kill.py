@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.processes import fork
 from tests.support.programs import Programs
-from tests.support.rank_processes import PROCESSES
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.config import load_config, save_config
 from w2v.rows import checkpoint, checkpoint_files
@@ -198,8 +198,7 @@ def test_kills_while_copies_are_written(tmp_path, monkeypatch):
     rng, partial = random.Random(KILLS), 0
     for number in range(2 * KILLS):
         folder = tmp_path / str(number)
-        process = PROCESSES.Process(target=save_at_each_step, args=(folder,))
-        process.start()
+        process = fork(save_at_each_step, folder)
         end = time.monotonic() + 60
         while not checkpoint.latest(folder):
             assert process.is_alive() and time.monotonic() < end

@@ -3,10 +3,7 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +11,10 @@ import yaml
 
 import evaluate
 from tests.support.planted import kv_of
+from tests.support.processes import run_python
 from tests.support.runs import scores_of, write_run
 from w2v.vectors import export, runs
 
-ROOT = Path(__file__).parents[2]
 DEEP = json.loads("[" * 50 + "]" * 50)
 VALUES = {
     "null": None,
@@ -157,6 +154,11 @@ def test_any_file_in_place_of_another(tmp_path, capsys, name, kind):
 
 
 EVIL = "word\x1b[2J\u202e"
+IN_FOLDER = """
+import os, sys, evaluate
+os.chdir(sys.argv[1])
+sys.exit(evaluate.main(sys.argv[2:]))
+"""
 
 
 @pytest.mark.parametrize(
@@ -177,8 +179,7 @@ def test_no_word_and_no_name_commands_the_terminal(tmp_path, command, shown):
     export.save(kv_of([EVIL, "a", "b"], np.eye(3, dtype=np.float32)), run, ["kv"])
     (tmp_path / EVIL).mkdir()
     (tmp_path / f"{EVIL}.txt").write_text(f": section {EVIL}\na b a b\n")
-    program = [sys.executable, str(ROOT / "evaluate.py"), *command]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    done = run_python(IN_FOLDER, tmp_path, *command)
     output = done.stdout + done.stderr
     assert done.returncode in (0, 2) and shown in output and "Traceback" not in output
     assert r"\x1b" in output and not {"\x1b", "\u202e"} & set(output)

@@ -455,11 +455,14 @@ def test_state_dicts_load_into_torch(pool, tmp_path):
 WITHOUT_ASSERTS = """
 from contextlib import closing
 from functools import partial
+from multiprocessing import get_context
 import torch
 from tests.oracle.test_sharded_embedding import SINGLE, trained
+from tests.support import processes
 from tests.support.rank_processes import Pool
 assert False, "python -O leaves asserts out"
 torch.set_num_threads(1)
+processes.PROCESSES = get_context("fork")  # no server has to load everything again
 with closing(Pool(2)) as pool:
     for how in ("plain", "pages"):
         (_, several), _ = pool.run(partial(trained, how=how))

@@ -7,20 +7,15 @@ import signal
 import socket
 import traceback
 from datetime import timedelta
-from multiprocessing import get_context
 
 import torch
 
+from tests.support.processes import PROCESSES, fork
 from w2v.distributed import launcher
 from w2v.distributed import ranks as distributed_ranks
 from w2v.distributed.ranks import ProcessGroup
 
 SECONDS = 300  # in which a call must be done
-
-PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["pytest", "torch", "w2v.training.trainer", "w2v.training.plan", "w2v.distributed.ranks"]
-)
 
 
 class Pool:
@@ -35,10 +30,8 @@ class Pool:
                 pipe, child_pipe = PROCESSES.Pipe()
                 listener = server if rank == 0 else None
                 arguments = child_pipe, rank, size, server.getsockname()[1], listener, device
-                process = PROCESSES.Process(target=_serve, args=arguments, daemon=True)
-                process.start()
                 self._pipes.append(pipe)
-                self._processes.append(process)
+                self._processes.append(fork(_serve, *arguments))
             self._receive(self._pipes[0])  # it has the socket
 
     def run(self, function, *arguments):

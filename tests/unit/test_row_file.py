@@ -4,21 +4,18 @@ import errno
 import gc
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.each_case import each_case
+from tests.support.processes import run_python
 from w2v import PagedEmbedding, PagedOptimizer, RowStore
 from w2v.rows.file import save_npy
 from w2v.rows.table import RowState, Table, normal, uniform
 
 pytestmark = pytest.mark.filterwarnings("error")
-ROOT = Path(__file__).parents[2]
 STATES = {"exp_inf": RowState(100, 0.25), "step": RowState(1, 3.0)}
 
 
@@ -116,12 +113,6 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["x.npy"]
 
 
-def run(program, *arguments):
-    """Run a program in another process."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 OPENS = """
 import sys
 from w2v import RowStore
@@ -140,7 +131,7 @@ def test_a_file_is_open_in_one_table_at_a_time(tmp_path, name, is_new):
     table["weight"].fill_(3)
     with pytest.raises(ValueError, match="rows(.npy)? is open in another table"):
         file_table(path, **settings)
-    other = run(OPENS, path)
+    other = run_python(OPENS, path)
     assert other.returncode == 1 and "is open in another table" in other.stderr
     table.flush()  # a new file has its name from here on
     with pytest.raises(ValueError, match="is open in another table"):
@@ -151,7 +142,7 @@ def test_a_file_is_open_in_one_table_at_a_time(tmp_path, name, is_new):
         file_table(path, **settings)
     del view_VD
     assert (file_table(path, **settings)["weight"] == 3).all()
-    assert run(OPENS, path).returncode == 0
+    assert run_python(OPENS, path).returncode == 0
 
 
 def test_a_deleted_store_that_awaits_garbage_collection_is_no_obstacle(tmp_path):
@@ -203,7 +194,7 @@ def test_a_table_whose_process_was_killed_says_that_its_scalars_are_older(tmp_pa
         table = PagedEmbedding(5, 100, storage="mmap", path=tmp_path / "rows")
         return table, PagedOptimizer(table, "Adamax", lr=0.1)
 
-    assert run(KILLED, tmp_path / "rows").returncode == -9
+    assert run_python(KILLED, tmp_path / "rows").returncode == -9
     for _ in range(2):  # the mark stays until a flush
         with pytest.warns(UserWarning, match="rows are newer than step"):
             table, optimizer = opened()
@@ -233,7 +224,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_after_a_kill_rows_are_whole_and_scalars_as_of_the_last_flush(tmp_path):
-    assert run(KILLED_TABLE, tmp_path / "input").returncode == -9
+    assert run_python(KILLED_TABLE, tmp_path / "input").returncode == -9
     table = file_table(tmp_path / "input", states={"exp_inf": RowState(100, 0.25)})
     assert table.scalars["step"] == 1
     assert (table["weight"][:3] == 1).all()

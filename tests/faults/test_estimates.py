@@ -92,7 +92,7 @@ def test_memory_of_a_run(arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", CPU)
 def test_memory_of_the_cpu(arguments, tmp_path, settings):
-    """Equal runs of plain torch differ by up to a third: the greatest peak counts."""
+    """The greatest peak counts: those of plain torch differ by a third."""
     folders = {"CUDA_VISIBLE_DEVICES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
     equal_runs = 4 if "train.kernels=reference" in settings else 1
     runs = [measure([*arguments, *settings], **folders) for _ in range(equal_runs)]

@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from tests.support.damage import DAMAGES, damage
 from tests.support.planted import kv_of
+from tests.support.processes import run_python
 from w2v.text.vocab import Vocab
 from w2v.vectors import export, load
 from w2v.vectors.manifest import SUMS, VectorsError
@@ -214,10 +214,11 @@ def read(path, vectors=None):
             assert np.array_equal(words.vectors, vectors) and words.index_to_key == WORDS
 
 
-def main(seed, count, folder):
+def main(count, folder):
     """Read hostile and damaged files; each one's number is printed before."""
-    rng = random.Random(seed)
+    folder = Path(folder, "files")
     folder.mkdir()
+    rng = random.Random(count)
     vectors = real_files(folder, rng)
     load.load(folder / "inline.kv")
     sys.addaudithook(lambda event, arguments: event in RUNS and os.abort())
@@ -255,18 +256,7 @@ def main(seed, count, folder):
 
 
 def test_hostile_and_damaged_vectors_run_nothing(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.faults.test_hostile_vectors",
-        str(COUNT),
-        str(COUNT),
-        str(tmp_path / "files"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    code = f"from tests.faults.test_hostile_vectors import main; main({COUNT}, {str(tmp_path)!r})"
+    done = run_python(code, seconds=600)
     assert done.returncode == 0, (done.stdout[-20:], done.stderr[-2000:])
     assert done.stdout.endswith("done\n") and not (ROOT / "ran").exists()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

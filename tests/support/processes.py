@@ -1,4 +1,7 @@
-"""Processes that are forked with torch and w2v loaded, which takes each new one three seconds."""
+"""Processes that are forked with torch and w2v loaded.
+
+A new one would import them for three seconds.
+"""
 
 import os
 import subprocess
@@ -21,7 +24,7 @@ PROCESSES.set_forkserver_preload([__name__])
 
 
 def fork(function, *arguments):
-    """Start a function, which must be picklable, in a process; return the process."""
+    """Start a picklable function in a process; return the process."""
     folder = os.getcwd()
     os.chdir(ROOT)  # else the server, which the first call starts, does not find its modules
     try:
@@ -32,7 +35,7 @@ def fork(function, *arguments):
     return process
 
 
-def run_python(code, *arguments):
+def run_python(code, *arguments, seconds=120):
     """Run a program in a process that has everything loaded.
 
     Returns a `CompletedProcess` as `subprocess.run` does.
@@ -40,7 +43,7 @@ def run_python(code, *arguments):
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")
         process = fork(_execute, code, list(map(str, arguments)), files)
-        process.join(120)
+        process.join(seconds)
         if process.exitcode is None:
             process.kill()
             process.join()

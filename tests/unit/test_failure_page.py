@@ -1,6 +1,7 @@
 """Each promise of docs/failure.md names the tests that hold it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ PAGE = (ROOT / "docs/failure.md").read_text(encoding="utf-8")
 NAME = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
+@functools.cache
 def functions_of(file):
     """Return the names of the test functions of a file."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))

@@ -1,12 +1,9 @@
 """Kernels compiled by numba."""
 
-import os
-import subprocess
-import sys
-
 import numba
 import pytest
 
+from tests.support.processes import run_python
 from w2v.system.jit import compiled
 
 
@@ -16,6 +13,11 @@ def test_a_compiler_that_is_turned_off_is_named(monkeypatch):
         compiled(abs)
 
 
+RUN = """
+import os, runpy, sys
+os.environ["NUMBA_CACHE_DIR"] = sys.argv[1]
+runpy.run_path(sys.argv[2])
+"""
 CLOSURES = """
 from w2v.system.jit import compiled
 
@@ -36,21 +38,12 @@ for number in (1, 2):
 """
 
 
-def output_of(script, folder):
-    """Return the lines that a script prints; its kernels are kept in a folder."""
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder)}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, script]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return run.stdout.splitlines()
-
-
 def test_functions_that_get_compiled_ones_are_loaded_by_the_next_process(tmp_path):
     script = tmp_path / "closures.py"
     script.write_text(CLOSURES)
 
     def run():
-        return output_of(script, tmp_path)
+        return run_python(RUN, tmp_path, script).stdout.splitlines()
 
     assert run() == ["41 0", "42 0"]
     assert run() == ["41 1", "42 1"]

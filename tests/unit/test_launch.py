@@ -2,14 +2,13 @@
 
 import ctypes
 import re
-import subprocess
-import sys
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.processes import run_python
 from tests.support.steps import make_table, problem, with_tree
 from tests.support.structs import TYPES, as_structure
 from w2v.config import OptimizerConfig
@@ -60,7 +59,7 @@ def test_a_thread_that_imports_cupy_meanwhile_is_waited_for(tmp_path):
     (tmp_path / "cupy/__init__.py").write_text(CUPY)
     (tmp_path / "cupy/cuda/__init__.py").write_text(CUDA)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{THREADS}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code)
     assert (done.stdout, done.stderr) == ("13\n", "")
 
 

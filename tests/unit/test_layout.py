@@ -1,6 +1,7 @@
 """Imports, effects of asserts and properties, sizes of folders and lines."""
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 
@@ -30,10 +31,16 @@ SOURCES = [*PYTHON, *files("w2v", ".cu", ".cuh")]
 FOLDERS = sorted({str(Path(name).parent) for name in files("w2v", ".py", ".cu")})
 
 
+@functools.cache
+def nodes(source):
+    """Return all nodes of the source's syntax tree."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imported_modules(source, path):
     """Return all imports, in functions and under TYPE_CHECKING too."""
     modules = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -68,7 +75,7 @@ def imported_files(source, path, paths):
 def effects(source):
     """Return lines of asserts with effects, and of properties that assign."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Assert):
             parts = list(ast.walk(node.test))
             calls = [part.func for part in parts if isinstance(part, ast.Call)]
@@ -100,8 +107,8 @@ def long_lines(source):
 def long_summaries(source):
     """Return the first lines of docstrings that are too long."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
-    docstrings = filter(None, map(ast.get_docstring, nodes))
+    found = [node for node in nodes(source) if isinstance(node, documented)]
+    docstrings = filter(None, map(ast.get_docstring, found))
     summaries = [docstring.splitlines()[0] for docstring in docstrings]
     return [summary for summary in summaries if len(summary) > MAX_SUMMARY]
 

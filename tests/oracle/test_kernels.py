@@ -1,5 +1,6 @@
 """Fast kernels equal the reference, on the CPU and on a GPU."""
 
+import re
 import shutil
 import subprocess
 
@@ -117,17 +118,33 @@ def device_of(kernels):
 # Compiling and launching.
 
 
+def whole_text(source, included):
+    """Return a source with its headers, each of which it includes once."""
+    if source in included:
+        return ""
+    included.add(source)
+    text = launch.path_of(source).read_text().replace('extern "C"', "").replace("#pragma once", "")
+    return re.sub('#include "(.*)"', lambda match: whole_text(match[1], included), text)
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("source, macros", VARIANTS, ids=str)
-def test_cuda_sources_compile(source, macros, tmp_path):
-    defines = [f"-D{name}={value}" for name, value in macros.items()]
-    defines += [f"-I{folder}" for folder in launch.SOURCES]
-    code = tmp_path / "kernel.cu"
-    code.write_text(f'#include "{source}"\n{layout_assertions(source)}')
-    output = ["-ptx", str(code), "-o", str(tmp_path / "kernel.ptx")]
+@pytest.mark.parametrize("source", sorted({source for source, _ in VARIANTS}))
+def test_cuda_sources_compile(source, tmp_path):
+    """One call compiles all variants, as each call reads CUDA's headers anew."""
+    code, variants = "", 0
+    for number, (name, macros) in enumerate(VARIANTS):
+        if name == source:
+            variants += 1
+            text = f"{whole_text(source, set())}\n{layout_assertions(source)}"
+            defined = "".join(f"#define {key} {value}\n" for key, value in macros.items())
+            undefined = "".join(f"#undef {key}\n" for key in macros)
+            code += f"{defined}namespace variant{number} {{\n{text}\n}}\n{undefined}"
+    (tmp_path / "kernel.cu").write_text(code)
+    output = ["-ptx", str(tmp_path / "kernel.cu"), "-o", str(tmp_path / "kernel.ptx")]
     oldest = "-arch=sm_75"  # that CUDA 13 compiles for
-    command = ["nvcc", oldest, "-std=c++17", "-Xcicc", "-O0", *defines, *output]
+    command = ["nvcc", oldest, "-std=c++17", "-Xcicc", "-O0", *output]
     subprocess.run(command, check=True, timeout=120)
+    assert (tmp_path / "kernel.ptx").read_text().count(".entry ") >= variants
 
 
 def test_every_cuda_source_and_formula_is_compiled_by_the_tests():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.support import plain_text
 from w2v.config import CorpusConfig, VocabConfig, load_config
 from w2v.text import encode, open_corpus, phrases
-from w2v.text.sources import locate
 from w2v.text.vocab import VocabError
 
 
@@ -106,9 +105,9 @@ def test_phrases_are_those_of_gensim(
     assert sorted(path.name for path in folder.iterdir()) == ["joined", "text"]
 
 
-def test_phrases_of_the_sample(tmp_path):
-    [path] = locate("enwiki-sample", tmp_path)
-    articles = path.read_text().split("\n")
+def test_phrases_of_the_sample(tmp_path, enwiki_sample):
+    articles = enwiki_sample.read_text().split("\n")
+    path = tmp_path / "text.txt"
     path.write_text("\n".join(articles[:36]))  # a third of them
     found = check(path, tmp_path, passes=2, min_count=5)
     assert "new_york" in found.phrases and len(found.phrases) > 500

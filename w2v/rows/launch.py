@@ -73,7 +73,7 @@ class Parameter(NamedTuple):
     fields: tuple[str, ...] | None = None  # names of a struct's members
 
 
-def _path_of(source: str) -> Path:
+def path_of(source: str) -> Path:
     """Return the path of a file of SOURCES."""
     return next(path for folder in SOURCES if (path := folder / source).exists())
 
@@ -81,7 +81,7 @@ def _path_of(source: str) -> Path:
 @functools.cache
 def source_text(source: str) -> str:
     """Return a file of cu/ with its headers, without comments."""
-    text = re.sub("//.*", "", _path_of(source).read_text())
+    text = re.sub("//.*", "", path_of(source).read_text())
     return re.sub('#include "(.*)"', lambda match: source_text(match[1]), text)
 
 
@@ -362,7 +362,7 @@ def _module(device: int, source: str, **macros: int | str) -> Any:
 
     # Not as options: CuPy compiles an empty file for each new set of these, which takes 20 ms.
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    code = f'{defines}#line 1 "{source}"\n{_path_of(source).read_text()}'
+    code = f'{defines}#line 1 "{source}"\n{path_of(source).read_text()}'
     # CuPy does not look at headers: their content is an option.
     content = hashlib.blake2b(source_text(source).encode(), digest_size=8).hexdigest()
     options = ("-std=c++17", *(f"-I{folder}" for folder in SOURCES), f"-DW2V_SOURCE={content}")

@@ -72,6 +72,20 @@ def test_signal_counts_where_a_library_swallows_its_exception(raised):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def test_signal_in_a_callback_prints_nothing():
+    code = """
+import weakref
+class Handler: pass
+handler = Handler()
+reference = weakref.ref(handler, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+with process.Signals():
+    del handler
+    print("after")
+"""
+    done = run_code(code)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "after\n", "")
+
+
 def test_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with Signals():

@@ -196,6 +196,7 @@ class Signals:
         self._recording = False
         self._previous: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
+        self._report = sys.unraisablehook
 
     def __enter__(self) -> Signals:
         open_closed_streams()
@@ -203,9 +204,11 @@ class Signals:
             # Signals stay ignored under nohup and in the background of a script.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._receive)
+        sys.unraisablehook = self._unraisable
         return self
 
     def __exit__(self, *error: object) -> None:
+        sys.unraisablehook = self._report
         # While the program is ending, another signal must still end it at once.
         if error[0] is SystemExit:
             return
@@ -231,6 +234,11 @@ class Signals:
             yield
         if self.status:
             raise SystemExit(self.status)
+
+    def _unraisable(self, error: Any) -> None:
+        """Print what Python cannot raise, such as errors of a callback, but no `SystemExit`."""
+        if not isinstance(error.exc_value, SystemExit):
+            self._report(error)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.status or os.getpid() != self._process:  # a worker process has nothing to save

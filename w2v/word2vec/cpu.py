@@ -112,7 +112,7 @@ class ThreadGrads:
 
 
 class CpuKernels:
-    """The operations of `w2v.kernels.Kernels` by numba.
+    """The operations of `w2v.word2vec.kernels.Kernels` by numba.
 
     Until rows are stepped, `Grads` have `ThreadGrads` in place of `RowGrads`.
     """

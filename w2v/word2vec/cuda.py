@@ -147,7 +147,7 @@ def subsample(
 
 
 class CudaKernels(Kernels):
-    """The operations of `w2v.kernels.Kernels` by CUDA kernels."""
+    """The operations of `w2v.word2vec.kernels.Kernels` by CUDA kernels."""
 
     plans_rows = False  # batches share one set of buffers, which is free after the optimizer's step
     draw = staticmethod(draw)

@@ -1,8 +1,8 @@
 """CUDA kernels for rows that belong to several ranks (cu/shard.cu).
 
-`CudaShardKernels` are for ranks that send rows to each other: `w2v.kernels.ShardKernels` describes
-each operation, and `reference.ReferenceKernels` specifies it. `CudaPeerKernels` are for ranks that
-read each other's memory.
+`CudaShardKernels` are for ranks that send rows to each other: `kernels.ShardKernels` describes each
+operation, and `reference.ReferenceKernels` specifies it. `CudaPeerKernels` are for ranks that read
+each other's memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RankKernels(CudaKernels):
 
 
 class CudaShardKernels(RankKernels, ShardKernels):
-    """The operations of `w2v.kernels.ShardKernels` by CUDA kernels."""
+    """The operations of `w2v.word2vec.kernels.ShardKernels` by CUDA kernels."""
 
     def __init__(self, shape: StepShape):
         super().__init__(shape)

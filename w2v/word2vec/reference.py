@@ -266,7 +266,7 @@ def count_pairs(places: Pairs, count_U: Tensor, cbow: bool = False) -> None:
 
 
 class ReferenceKernels(ShardKernels):
-    """The kernels of `w2v.kernels.ShardKernels` in plain torch.
+    """The kernels of `w2v.word2vec.kernels.ShardKernels` in plain torch.
 
     Args:
         shape: Shape of the tables.

@@ -16,7 +16,6 @@ from w2v.rows import ops
 from w2v.rows.group import RowGroup
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable
-from w2v.word2vec import cuda
 
 SIZES, DIM, LR = (20, 30, 40), 6, 0.5
 
@@ -57,7 +56,7 @@ def step_rows(optimizer, counted, seed, records_SR, slots_U, count, grad_UD, lr)
 @pytest.fixture(autouse=True)
 def kernels_of_torch(monkeypatch):
     for kernel in (gather_bags, sum_gradients, step_rows):
-        monkeypatch.setattr(cuda, kernel.__name__, kernel)
+        monkeypatch.setattr(ops, kernel.__name__, kernel)
     monkeypatch.setattr(PagedTable, "check_fused", lambda *given: None)  # refuses a CPU
     monkeypatch.setattr(RowGroup, "in_place", lambda its, rows_U, _: (its.table.records_VR, rows_U))
 

@@ -10,7 +10,7 @@ import evaluate
 from tests.support.planted import kv_of
 from tests.support.runs import write_run
 from w2v.vectors import export, plots
-from w2v.vectors.runs import picture_path, read
+from w2v.vectors.runs import picture_path
 
 
 def two_clouds(n=30, dim=8, seed=0):
@@ -69,32 +69,6 @@ def test_frequent_words_are_named_first_and_beside_their_dots():
 def test_groups_are_those_of_the_vectors():
     _, found = plots.project(two_clouds())
     assert not set(found[:30]) & set(found[30:]) and max(found) < len(plots.COLORS)
-
-
-def test_seeds_are_a_line_with_a_band(tmp_path, monkeypatch):
-    runs = [read(write_run(tmp_path / str(seed), metrics=curve_of(seed))) for seed in (1, 2)]
-    figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, file: figures.append(figure))
-    plots.curves({"SGD": runs, "Adam": runs[:1]}, tmp_path)
-    (figure,) = figures
-    loss = figure.axes[0]
-    assert loss.get_title() and "enwiki-sample" in figure.get_suptitle()
-    mean, single = (line.get_ydata() for line in loss.lines)
-    # Seed 2 ends first; epochs are drawn where they are known.
-    assert mean.tolist() == [3.0, 2.25] and single.tolist() == [2, 1.5, 1]
-    (band,) = loss.collections
-    (low, high) = band.get_paths()[0].get_extents().intervaly
-    assert (low, high) == (1.5, 4.0)
-
-
-def curve_of(seed):
-    """Return lines in time and of epochs, of which seed 1 has one more."""
-    timed = [{"words": 5, "seconds": 1, "loss": 9.0}]
-    losses = [(10, 2.0 * seed), (20, 1 + 0.5 * seed + seed - 1)] + [(30, 1.0)] * (seed == 1)
-    return timed + [
-        {"epoch": words // 10, "words": words, "seconds": words, "loss": loss}
-        for words, loss in losses
-    ]
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"]])

@@ -122,10 +122,46 @@ def test_damaged_lines_of_metrics_are_left_out(runs, caplog):
 
 def test_curves_end_with_the_final_scores(runs):
     run = read(runs / "adam1")
-    assert run.curve("loss") == [(500_000, 4.0)]
-    assert run.curve("held_out_loss", "seconds") == [(2.0, 3.0), (10.0, 2.0)]
-    assert run.curve("analogies") == [(1_000_000, 0.1), (5_000_000, 0.1)]
+    assert run.curve("loss") == [(500_000, 1.0, 4.0), (5_000_000, 10.0, 2.5)]
+    assert run.curve("held_out_loss") == [(1_000_000, 2.0, 3.0), (5_000_000, 10.0, 2.0)]
+    assert run.curve("analogies") == [(1_000_000, 2.0, 0.1), (5_000_000, 10.0, 0.1)]
     assert read(runs / "sgd").curve("analogies") == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "heading", "scale"),
+    [("loss", "loss", 1), ("held_out_loss", "held-out loss", 1), ("analogies", "analogies %", 100)],
+)
+def test_the_mean_curve_of_seeds_ends_where_the_table_ends(tmp_path, metric, heading, scale):
+    """Seeds take 10, 20 and 40 seconds; one diverged, and one was interrupted."""
+    for seed, seconds in enumerate((10.0, 20.0, 40.0), start=1):
+        lines = [
+            {"epoch": n, "words": n * 1_000_000, "seconds": n * seconds / 5, metric: 1 / n}
+            for n in range(1, 6)
+        ]
+        scores = scores_of(0.1 * seed, held_out=seconds, seconds=seconds) | {"loss": seconds}
+        write_run(tmp_path / str(seed), scores, f"train.seed={seed}", metrics=lines)
+    early = [{"epoch": 1, "words": 1_000_000, "seconds": 1.0, metric: 9.0}]
+    write_run(tmp_path / "4", {"diverged": "the loss is nan"}, "train.seed=4", metrics=early)
+    write_run(tmp_path / "5", None, "train.seed=5", metrics=early)
+    curve = comparison.mean_curve([read(tmp_path / str(seed)) for seed in range(1, 6)], metric)
+    figures = [comparison.figures(read(tmp_path / str(seed))) for seed in (1, 2, 3)]
+    ends = [found[heading] / scale for found in figures]
+    assert curve["words"].tolist() == [1e6, 2e6, 3e6, 4e6, 5e6]
+    assert curve["seconds"][-1] == pytest.approx(mean([10, 20, 40]))
+    assert curve["mean"][-1] == pytest.approx(mean(ends))
+    assert (curve["low"][-1], curve["high"][-1]) == pytest.approx((min(ends), max(ends)))
+    assert curve["mean"][0] == 1.0  # without the seeds that did not get as far
+    assert comparison.mean_curve([read(tmp_path / "1")], "words_per_s") == {}
+
+
+def test_seeds_are_averaged_at_equal_words(tmp_path):
+    for seed, words in enumerate(([10, 20], [15, 20]), start=1):
+        lines = [{"words": at, "seconds": at * seed, "loss": at * seed} for at in words]
+        write_run(tmp_path / str(seed), metrics=lines)
+    curve = comparison.mean_curve([read(tmp_path / "1"), read(tmp_path / "2")], "loss")
+    assert curve["words"].tolist() == [15, 20] and curve["mean"].tolist() == [22.5, 30]
+    assert curve["low"].tolist() == [15, 20] and curve["seconds"].tolist() == [22.5, 30]
 
 
 def test_runs_that_differ_in_the_seed_are_one_row(runs):

@@ -19,7 +19,7 @@ import numpy as np
 from w2v.system.files import atomic_path, printable
 from w2v.vectors.load import Words
 from w2v.vectors.query import normalize
-from w2v.vectors.runs import Run
+from w2v.vectors.runs import Run, mean_curve
 
 log = logging.getLogger("w2v")
 
@@ -94,7 +94,7 @@ def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
 def _panels(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, str, str]]:
     """Return the panels for which there is a point."""
     everything = [run for group in runs.values() for run in group]
-    return [panel for panel in PANELS if any(run.curve(panel[0], panel[2]) for run in everything)]
+    return [panel for panel in PANELS if any(run.curve(panel[0]) for run in everything)]
 
 
 def _draw_panel(axis: Any, runs: Mapping[str, Sequence[Run]], panel: tuple[str, str, str]) -> None:
@@ -105,17 +105,12 @@ def _draw_panel(axis: Any, runs: Mapping[str, Sequence[Run]], panel: tuple[str, 
         # After all colors, the same ones with other line styles.
         color = COLORS[number % len(COLORS)]
         style = ("-", "--", ":")[number // len(COLORS) % 3]
-        lines = [np.array(points).T for run in group if (points := run.curve(metric, x))]
-        if not lines:
-            axis.plot([], [], label=label, color=color, linestyle=style)  # for the legend
-            continue
-        # Seeds have points at different x: interpolate at all of them, up to the first run's end.
-        xs = np.unique(np.concatenate([line_x for line_x, _ in lines]))
-        xs = xs[xs <= min(line_x.max() for line_x, _ in lines)]
-        ys = np.array([np.interp(xs, line_x, line_y) for line_x, line_y in lines])
-        axis.plot(xs, ys.mean(0), color, marker=".", linewidth=1, label=label, linestyle=style)
-        if len(lines) > 1:
-            axis.fill_between(xs, ys.min(0), ys.max(0), color=color, alpha=0.2, linewidth=0)
+        curve = mean_curve(group, metric)
+        xs, ys = curve.get(x, []), curve.get("mean", [])  # without points, for the legend alone
+        axis.plot(xs, ys, color, marker=".", linewidth=1, label=label, linestyle=style)
+        if len(group) > 1 and curve:
+            low, high = curve["low"], curve["high"]
+            axis.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
     axis.set(title=title, xlabel=X_TITLES[x])
     ticker = import_module("matplotlib.ticker")
     short = ticker.EngFormatter(sep="")  # such as 10M

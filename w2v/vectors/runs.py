@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 
 from w2v.system.files import nearest, printable, refused
@@ -74,18 +75,42 @@ class Run:
     scores: dict[str, Any]  # as in SCORES
     metrics: list[dict[str, Any]]  # as in LINE
 
-    def curve(self, name: str, x: str = "words") -> list[tuple[float, float]]:
-        """Return the points (x, metric), with the final score as the last one.
+    def curve(self, name: str) -> list[tuple[float, float, float]]:
+        """Return the points (words, seconds, metric), with the final score as the last one.
 
         Means of epochs are used where the run has recorded them.
         """
-        final = {key: self.scores[key] for key in ("words", "seconds", "held_out_loss")}
+        final = {key: self.scores[key] for key in ("words", "seconds", "loss", "held_out_loss")}
         total = self.scores["analogies"]["total"]
         if total["counted"]:
             final["analogies"] = total["accuracy"]
         epochs = [line for line in self.metrics if None not in (line["epoch"], line[name])]
-        points = [(line[x], line.get(name)) for line in [*(epochs or self.metrics), final]]
-        return [(at, value) for at, value in points if at is not None and value is not None]
+        points = {}  # by words: the final score replaces that of the last epoch
+        for line in [*(epochs or self.metrics), final]:
+            words, seconds, value = line["words"], line["seconds"], line.get(name)
+            if None not in (words, seconds, value):
+                points[words] = (words, seconds, value)
+        return [points[words] for words in sorted(points)]
+
+
+def mean_curve(runs: Sequence[Run], name: str) -> dict[str, np.ndarray]:
+    """Return the mean curve of seeds, and its range, as columns of points; {} without any.
+
+    Seeds are averaged at equal words, as their seconds differ: the curve ends with the means of
+    their final words, seconds and scores. Seeds that have not got as far, such as diverged ones,
+    are left out.
+    """
+    curves = [np.array(points).T for run in runs if (points := run.curve(name))]
+    if not curves:
+        return {}
+    last = max(words[-1] for words, *_ in curves)
+    curves = [curve for curve in curves if curve[0, -1] == last]
+    words_P = np.unique(np.concatenate([words for words, *_ in curves]))
+    words_P = words_P[words_P >= max(words[0] for words, *_ in curves)]
+    seconds_SP = np.array([np.interp(words_P, words, at) for words, at, _ in curves])
+    value_SP = np.array([np.interp(words_P, words, values) for words, _, values in curves])
+    columns = {"words": words_P, "seconds": seconds_SP.mean(0), "mean": value_SP.mean(0)}
+    return columns | {"low": value_SP.min(0), "high": value_SP.max(0)}
 
 
 def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:

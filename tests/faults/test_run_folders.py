@@ -83,7 +83,8 @@ def use(folder):
     columns = runs.table(runs.rows([run, run]))
     text = runs.markdown(columns)
     assert "\x1b" not in text and "<b>" not in text and "=HYPER" not in text
-    runs.in_120_columns(columns)
+    runs.in_columns(columns, 80)
+    runs.verdicts(runs.rows([run, run]))
     runs.as_csv([run])
     for name in ("loss", "held_out_loss", "analogies"):
         curve = runs.mean_curve([run, run], name)

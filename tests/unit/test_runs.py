@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import re
 from pathlib import Path
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
 
 import evaluate
@@ -222,17 +224,103 @@ def test_a_run_without_counted_questions_has_no_accuracy(tmp_path):
     assert "analogies %" not in columns and columns["questions"] == ["0"]
 
 
-def test_a_terminal_gets_120_columns(runs):
+def test_a_terminal_gets_its_columns(runs):
     columns = comparison.table(rows_of(runs))
     for name in ("held-out loss", "WordSim-353", "SimLex-999"):
-        columns[name] = ["2.7901 +- 0.0046"] * len(columns["lr"])
+        columns[name] = ["2.7901 +- 0.0046 [2.7, 2.8]"] * len(columns["lr"])
     columns["other settings"] = [
         f"{cell} {'key=value ' * 20}" for cell in columns["other settings"]
     ]
-    lines = comparison.in_120_columns(columns).splitlines()
-    assert max(map(len, lines)) <= 120
-    assert "questions" in lines[0] and "semantic" not in lines[0]
-    assert any(line.startswith("RMSprop 0.04: args=") for line in lines[4:])
+    wide, narrow = (comparison.in_columns(columns, width).splitlines() for width in (120, 80))
+    assert max(map(len, wide)) <= 120 and max(map(len, narrow)) <= 80
+    assert wide[0].startswith("all rows: ") and "epochs 5" in wide[0]
+    assert "held-out loss" in wide[1] and "semantic" not in wide[1]
+    assert "analogies %" in narrow[1] and "beside the best" in narrow[1]
+    assert any(line.startswith("RMSprop 0.04: args=") for line in wide)
+
+
+def with_answers(accuracy, seed, size=400):
+    """Return scores with answers to questions, of which the first ones are the easiest."""
+    right = np.arange(size) < accuracy * size
+    right ^= np.random.default_rng(seed).random(size) < 0.02  # differs between seeds
+    scores = scores_of(float(right.mean()))
+    scores["analogies"]["total"] = {"accuracy": float(right.mean()), "counted": size}
+    scores["analogies"]["answers"] = " ".join(["nan", *map(str, right.astype(int)), "nan"])
+    return scores
+
+
+def write_seeds(folder, name, accuracies, *settings):
+    for seed, accuracy in enumerate(accuracies, start=1):
+        scores = with_answers(accuracy, 100 * seed + len(name))
+        given = [f"optimizer.name={name}", "optimizer.lr=0.1", f"train.seed={seed}", *settings]
+        write_run(folder / f"{name}{seed}{len(settings)}", scores, *given)
+
+
+def test_a_clear_difference_is_told_from_noise(tmp_path):
+    write_seeds(tmp_path, "Adam", [0.42, 0.43, 0.425])
+    write_seeds(tmp_path, "RMSprop", [0.419, 0.43, 0.424])
+    write_seeds(tmp_path, "SGD", [0.28, 0.27, 0.29])
+    compared = rows_of(tmp_path)
+    first, second, third = comparison.verdicts(compared)
+    assert re.fullmatch(
+        r"(Adam|RMSprop) and (Adam|RMSprop) are not distinguishable \(p = \.\d+\); .*seeds.*", first
+    )
+    for line in (second, third):
+        assert re.fullmatch(r"(Adam|RMSprop) > SGD \(p = \.0\d+\)", line)
+    best, noise, clear = comparison.table(compared)["beside the best"]
+    assert best == "best" and noise.startswith("noise (p = .") and clear.startswith("p = .0")
+
+
+def test_one_seed_is_not_enough(tmp_path):
+    write_seeds(tmp_path, "Adam", [0.42])
+    write_seeds(tmp_path, "RMSprop", [0.42])
+    write_seeds(tmp_path, "SGD", [0.28])
+    lines = "\n".join(comparison.verdicts(rows_of(tmp_path)))
+    assert re.search(r"not distinguishable \(p = .*\); train more seeds", lines)
+    assert re.search(r"Adam > SGD \(p = \.0.*\); other seeds may differ: train more", lines)
+
+
+def test_questions_may_be_too_few(tmp_path):
+    for name, answers in (("Adam", "1 1 1 0"), ("SGD", "1 0 0 0")):
+        for seed in (1, 2, 3):
+            accuracy = {"Adam": 0.75, "SGD": 0.25}[name] + seed / 1000 * (name == "SGD")
+            scores = scores_of(accuracy)
+            scores["analogies"]["answers"] = answers
+            settings = [f"optimizer.name={name}", "optimizer.lr=1", f"train.seed={seed}"]
+            write_run(tmp_path / f"{name}{seed}", scores, *settings)
+    (line,) = comparison.verdicts(rows_of(tmp_path))
+    assert line.startswith("Adam and SGD are not") and line.endswith("these questions are too few")
+
+
+def test_runs_without_answers_are_tested_over_seeds(tmp_path):
+    for name, accuracies in (("Adam", (0.4, 0.41, 0.42)), ("SGD", (0.2, 0.21, 0.23))):
+        for seed, accuracy in enumerate(accuracies, start=1):
+            settings = [f"optimizer.name={name}", "optimizer.lr=1", f"train.seed={seed}"]
+            write_run(tmp_path / f"{name}{seed}", scores_of(accuracy), *settings)
+    (line,) = comparison.verdicts(rows_of(tmp_path))
+    assert line == "Adam > SGD (p < .001)"
+    one = [read(tmp_path / "Adam1"), read(tmp_path / "SGD1")]
+    (line,) = comparison.verdicts(comparison.rows(one))
+    assert line == "Adam and SGD are not distinguishable (not tested); train more seeds"
+
+
+def test_rows_of_one_optimizer_are_named_by_what_differs(tmp_path):
+    write_seeds(tmp_path, "Adam", [0.3])
+    write_seeds(tmp_path, "Adam", [0.2], "optimizer.lr=0.2")
+    write_seeds(tmp_path, "SGD", [0.1])
+    assert comparison.labels(rows_of(tmp_path)) == ["Adam lr 0.1", "Adam lr 0.2", "SGD lr 0.1"]
+
+
+def test_scores_have_intervals(tmp_path):
+    write_seeds(tmp_path, "Adam", [0.42, 0.44])
+    cell = comparison.table(rows_of(tmp_path))["analogies %"][0]
+    center, low, high = map(float, re.fullmatch(r"(.*) \+- .* \[(.*), (.*)\]", cell).groups())
+    assert low < center < high and high - low == pytest.approx(2 * 196 * 0.495 / 20, rel=0.1)
+    runs = [read(path) for path in sorted(tmp_path.iterdir())]
+    for line in csv.DictReader(comparison.as_csv(runs).splitlines()):
+        low, center, high = (float(line[f"analogies %{end}"]) for end in (" low", "", " high"))
+        assert low < center < high
+    assert "[" not in comparison.table(rows_of(tmp_path), tested=False)["analogies %"][0]
 
 
 def test_one_seed_twice_is_one_seed(runs):
@@ -243,7 +331,9 @@ def test_one_seed_twice_is_one_seed(runs):
 def test_report_writes_table_runs_and_curves(runs, tmp_path):
     folder = tmp_path / "out"
     compare.report([runs], folder)
-    header, dashes, *body = (folder / "table.md").read_text().splitlines()
+    table, *verdicts = (folder / "table.md").read_text().split("\n\n")
+    assert verdicts and "RMSprop and Adam are not distinguishable" in verdicts[0]
+    header, dashes, *body = table.splitlines()
     assert {line.count("|") for line in (dashes, *body)} == {header.count("|")} and len(body) == 3
     with (folder / "runs.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))

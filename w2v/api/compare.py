@@ -41,6 +41,7 @@ log = logging.getLogger("w2v")
 # No checkpoints; scores and losses at many points, for the curves.
 SETTINGS = ["run.checkpoint_minutes=0", "run.score_epochs=true", "run.log_seconds=0.1"]
 HELD_OUT_WORDS = 20_000
+FEWEST_SEEDS = 3  # with fewer, even great differences may be luck
 SHOWN = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999", "seconds")
 
 
@@ -165,7 +166,7 @@ def _run_folder(folder: Path, name: str, config: Config) -> Path:
 
 def _summary(run: runs.Run) -> str:
     """Return a run's scores on one line."""
-    figures = {name: cells[0] for name, cells in runs.table(runs.rows([run])).items()}
+    figures = {name: cells[0] for name, cells in runs.table(runs.rows([run]), tested=False).items()}
     shown = (f"{name} {figures[name]}" for name in SHOWN if name in figures)
     return run.scores["diverged"] or "  ".join(shown)
 
@@ -243,17 +244,23 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     compared = runs.rows(trained)
     columns = runs.table(compared)
-    atomic_write(folder / "table.md", runs.markdown(columns) + "\n")
-    # The legend needs all settings in which rows differ, or two rows would be one line.
-    shown = [columns[name] for name in (*runs.SHOWN.values(), runs.OTHERS) if name in columns]
+    verdicts = runs.verdicts(compared)
+    lines = [runs.markdown(columns), *(f"\n{runs.markup(line)}" for line in verdicts)]
+    atomic_write(folder / "table.md", "\n".join(lines) + "\n")
     try:
-        groups = {" ".join(cells[n] for cells in shown): row.runs for n, row in enumerate(compared)}
+        groups = {name: row.runs for name, row in zip(runs.labels(compared), compared, strict=True)}
         plots.curves(groups, folder / "curves.png")
     except plots.PlotError as error:  # no run has a point
         log.warning(f"no curves.png: {error}")
     # The last file, by which a comparison is known to be finished.
     atomic_write(folder / "runs.csv", runs.as_csv(trained))
-    return runs.in_120_columns(columns)
+    return in_terminal(columns, verdicts)
+
+
+def in_terminal(columns: runs.Columns, verdicts: Sequence[str]) -> str:
+    """Return the table and the verdicts, as wide as the terminal."""
+    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    return "\n".join([runs.in_columns(columns, width), "", *verdicts]).rstrip()
 
 
 def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
@@ -261,7 +268,8 @@ def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
     found = [runs.read(path) for path in runs.find_all(paths)]
     if folder:
         return write(found, folder)
-    return runs.in_120_columns(runs.table(runs.rows(found)))
+    compared = runs.rows(found)
+    return in_terminal(runs.table(compared), runs.verdicts(compared))
 
 
 def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -297,6 +305,10 @@ def run(options: argparse.Namespace) -> None:
         for ending, corpus in by_corpus(options).items()
         for name, path in by_name(files).items()
     }
+    seeds = len(set(options.seeds))
+    if seeds < FEWEST_SEEDS and len(configs) > 1:
+        few = f"--seeds {' '.join(map(str, options.seeds))} cannot tell a difference from luck"
+        log.warning(f"{few}; write --seeds 1 2 3")
     planned = list(configs.values())
     folder = options.to or folder_to_use(Path(planned[0].run.dir), planned)
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))

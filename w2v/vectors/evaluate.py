@@ -5,6 +5,7 @@ Shapes: N scored words, n words of a block, D dimensions, Q questions, P places 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,6 +46,7 @@ class AnalogyScore:
     semantic: Section = field(init=False)
     syntactic: Section = field(init=False)
     sections: Sequence[Section]
+    answers: str = ""  # of all questions in order, for paired tests: 1 is right, nan was skipped
 
     def __post_init__(self) -> None:
         # Google's syntactic sections are named "gram1-adjective-to-adverb" and so on.
@@ -69,6 +71,7 @@ class SimilarityScore:
     spearman: float | None  # rank correlation; None if undefined
     pairs: int  # that were counted
     oov: float  # share of the pairs with unknown words
+    answers: str = ""  # of all pairs in order: their mean is `spearman`; nan was skipped
 
 
 class Scores(NamedTuple):
@@ -117,15 +120,18 @@ class Scorer:
         answers. The default questions are Google's.
         """
         sections = []
+        answers = []
         for name, asked in datasets.read_questions(questions):
-            known = [words for words in asked if all(word in self.rows for word in words)]
+            is_known = [all(word in self.rows for word in words) for words in asked]
+            known = list(itertools.compress(asked, is_known))
             blocks = (known[n : n + QUESTIONS] for n in range(0, len(known), QUESTIONS))
-            correct = sum(self._count_correct(block) for block in blocks)
-            sections.append(Section(name, correct, len(known), len(asked) - len(known)))
-        return AnalogyScore(sections)
+            right = [is_right for block in blocks for is_right in self._answer(block)]
+            sections.append(Section(name, sum(right), len(known), len(asked) - len(known)))
+            answers.append(_in_order(is_known, map(str, map(int, right))))
+        return AnalogyScore(sections, " ".join(answers))
 
-    def _count_correct(self, questions: Sequence[Sequence[str]]) -> int:
-        """Count the questions whose d is nearer to b - a + c than any other word."""
+    def _answer(self, questions: Sequence[Sequence[str]]) -> list[bool]:
+        """Return whether each d is nearer to b - a + c than any other word."""
         a_QD, b_QD, c_QD = (
             self._unit([self.rows[words[place]][0] for words in questions]) for place in range(3)
         )
@@ -162,7 +168,7 @@ class Scorer:
             inside_P = (row_P >= first) & (row_P < first + words)
             cosine_Qn[question_P[inside_P], row_P[inside_P] - first] = -math.inf
             other_Q = other_Q.maximum(cosine_Qn.amax(1))
-        return int((answer_Q > other_Q).sum())
+        return (answer_Q > other_Q).tolist()
 
     def similarity(self, name: str | Path) -> SimilarityScore:
         """Correlate cosines with human judgement.
@@ -170,35 +176,42 @@ class Scorer:
         This is gensim's `evaluate_word_pairs`. `name` is "wordsim353", "simlex999" or a file.
         """
         judged = datasets.judged_pairs(name)
-        known = [pair for pair in judged if pair[0] in self.rows and pair[1] in self.rows]
+        is_known = [pair[0] in self.rows and pair[1] in self.rows for pair in judged]
+        known = list(itertools.compress(judged, is_known))
         spearman = None
+        answers = ""
         if len(known) >= 2:
             first_PD = self._unit([self.rows[word][0] for word, _, _ in known])
             second_PD = self._unit([self.rows[word][0] for _, word, _ in known])
             cosine_P = (first_PD * second_PD).sum(1).cpu().numpy()
-            spearman = _correlation(cosine_P, [judgement for _, _, judgement in known])
+            product_P = _standard_ranks(cosine_P) * _standard_ranks([pair[2] for pair in known])
+            if np.isfinite(product_P).all():  # not if all cosines or judgements are equal
+                spearman = float(product_P.mean())
+                answers = _in_order(is_known, (f"{product:.4f}" for product in product_P))
         unknown = 1 - len(known) / len(judged)
-        return SimilarityScore(datasets.set_name(name), spearman, len(known), unknown)
+        return SimilarityScore(datasets.set_name(name), spearman, len(known), unknown, answers)
 
     def _unit(self, rows: Sequence[int] | Tensor) -> Tensor:
         """Return vectors of length 1 of some rows."""
         return self.vectors_ND[rows] * self.scale_N[rows, None]
 
 
-def _correlation(values: Sequence[float] | np.ndarray, others: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation, or None if all values are equal."""
-    # SciPy does the same, but its import takes 1 s and 55 MiB at the end of each run.
-    with np.errstate(all="ignore"):
-        found = float(np.corrcoef(_ranks(values), _ranks(others))[0, 1])
-    if math.isnan(found):
-        return None
-    return found
+def _in_order(is_known: Iterable[bool], answers: Iterable[str]) -> str:
+    """Return the answers at the places of known items, nan at the others."""
+    following = iter(answers)
+    return " ".join(next(following) if known else "nan" for known in is_known)
 
 
-def _ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return ranks from 1; equal values share their mean rank."""
+def _standard_ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return ranks with mean 0 and deviation 1, NaN if all values are equal.
+
+    Equal values share their mean rank. The mean product of two is Spearman's correlation: SciPy
+    has it too, but its import takes 1 s and 55 MiB at the end of each run.
+    """
     _, place_P, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place_P]
+    rank_P = (np.cumsum(count) - (count - 1) / 2)[place_P]
+    with np.errstate(all="ignore"):
+        return (rank_P - rank_P.mean()) / rank_P.std()
 
 
 def scores(

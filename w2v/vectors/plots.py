@@ -106,7 +106,9 @@ def _draw_panel(axis: Any, runs: Mapping[str, Sequence[Run]], panel: tuple[str, 
         color = COLORS[number % len(COLORS)]
         style = ("-", "--", ":")[number // len(COLORS) % 3]
         curve = mean_curve(group, metric)
-        xs, ys = curve.get(x, []), curve.get("mean", [])  # without points, for the legend alone
+        empty = np.empty(0)  # for the legend alone
+        xs = curve.get(x, empty)
+        ys = curve.get("mean", empty)
         axis.plot(xs, ys, color, marker=".", linewidth=1, label=label, linestyle=style)
         if len(group) > 1 and curve:
             low, high = curve["low"], curve["high"]

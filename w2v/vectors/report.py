@@ -198,7 +198,7 @@ def write_card(folder: Path, vocab: Vocab) -> None:
         name, _, value = line.partition(" ")
         environment[name] = markup(value.replace(" |", ","))
     # Settings, scores and costs, as `w2v compare` has them, a row for each.
-    columns = runs.table(runs.rows([run])).items()
+    columns = runs.table(runs.rows([run]), tested=False).items()
     figures = "\n".join(f"| {markup(name)} | {markup(cell)} |" for name, [cell] in columns)
     path = markup(settings["corpus.path"])
     model = {"cbow": "CBOW"}.get(settings["model.architecture"], "skip-gram")

@@ -15,6 +15,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import numpy as np
 import yaml
 
 from w2v.system.files import nearest, printable, refused
+from w2v.vectors import significance
 from w2v.vectors.datasets import title
 
 log = logging.getLogger("w2v")
@@ -36,16 +38,21 @@ SHOWN = {
 OTHERS = "other settings"  # heading of one column for all others that differ between rows
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
 Columns = dict[str, list[str]]  # cells by heading
+UNSCORED = (-1.0, -math.inf)  # quality
 
 # What is read of a run folder: the default of each key, which tells its type; None is a number that
 # may be missing. Any other value, such as NaN, is replaced by the default. `...` is any key.
 PART = {"name": "", "accuracy": None, "counted": None}
-ANALOGIES = {"total": PART, "semantic": PART, "syntactic": PART, "sections": [PART]}
+ANALOGIES = {
+    **dict.fromkeys(("total", "semantic", "syntactic"), PART),
+    "sections": [PART],
+    "answers": "",
+}
 SCORES = {
     "diverged": "",  # the reason
     "analogies": ANALOGIES,
     "questions": {...: ANALOGIES},
-    "similarity": {...: {"spearman": None}},
+    "similarity": {...: {"spearman": None, "answers": ""}},
     **dict.fromkeys("words seconds loss held_out_loss bytes_host bytes_gpu".split()),
 }
 LINE = {  # of metrics.jsonl
@@ -85,11 +92,11 @@ class Run:
         if total["counted"]:
             final["analogies"] = total["accuracy"]
         epochs = [line for line in self.metrics if None not in (line["epoch"], line[name])]
-        points = {}  # by words: the final score replaces that of the last epoch
+        points = {}
         for line in [*(epochs or self.metrics), final]:
-            words, seconds, value = line["words"], line["seconds"], line.get(name)
-            if None not in (words, seconds, value):
-                points[words] = (words, seconds, value)
+            point: Any = (line["words"], line["seconds"], line.get(name))
+            if None not in point:
+                points[point[0]] = point  # the final score replaces that of the last epoch
         return [points[words] for words in sorted(points)]
 
 
@@ -274,9 +281,15 @@ FORMATS = {  # of numbers by column, or by its last letter; .3f of the others, c
     "host MiB": ".0f",
     "GPU MiB": ".0f",
 }
-# Columns that a terminal has no room for, and columns that it shows without their deviation.
+SCALES = {"%": 100}  # of items, by the last letter of their heading
+VERDICT = "beside the best"  # heading of the tests against the first row
+TESTED = 4  # of the best rows, each pair gets a verdict
+# Columns that a terminal has no room for, those that it shows without their deviation, those above
+# the table if all rows are equal, and those that a narrow one leaves out, the first ones first.
 ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "seconds", "host MiB", "GPU MiB", OTHERS}
 WITHOUT_SPREAD = {"questions", "M words/s"}
+COMMON = {"lr", "batch", "epochs", "seeds", "questions"}
+OPTIONAL = ["questions", "epochs", "batch", "M words/s", "seeds", "held-out loss"]
 
 
 def figures(run: Run) -> dict[str, float | None]:
@@ -317,11 +330,53 @@ class Row(NamedTuple):
     settings: dict[str, Any]
     runs: list[Run]
 
+    def items(self) -> dict[str, np.ndarray]:
+        """Return the answers to each set, by its heading: means over seeds, [I]."""
+        of_runs = [items(run) for run in self.runs]
+        names = dict.fromkeys(name for found in of_runs for name in found)
+        return {
+            name: significance.of_seeds([found[name] for found in of_runs if name in found])
+            for name in names
+        }
+
+    def test(self, other: Row) -> significance.Test:
+        """Test the difference to another row, over equal seeds and over items."""
+        qualities = [
+            {run.settings["train.seed"]: quality([run]) for run in row.runs}
+            for row in (self, other)
+        ]
+        equal = qualities[0].keys() & qualities[1].keys()
+        pairs = [(qualities[0][seed], qualities[1][seed]) for seed in sorted(equal)]
+        pairs = [pair for pair in pairs if min(pair) > UNSCORED]
+        # Means of scores, or held-out losses if there are no scores.
+        with np.errstate(invalid="ignore"):
+            difference_SK = np.array([np.subtract(*pair) for pair in pairs]).reshape(-1, 2)
+        difference_S = np.nan_to_num(difference_SK[:, int(not difference_SK[:, 0].any())])
+        return significance.test(difference_S, self.items(), other.items())
+
+
+def items(run: Run) -> dict[str, np.ndarray]:
+    """Return a number for each question and pair of words, by the heading of their set.
+
+    Their means are the scores; NaN stands for an item that was skipped.
+    """
+    scores = run.scores
+    texts = {"analogies %": scores["analogies"]["answers"]}
+    texts |= {title(name): pairs["answers"] for name, pairs in scores["similarity"].items()}
+    texts |= {f"{name} %": other["answers"] for name, other in scores["questions"].items()}
+    found = {}
+    for name, text in texts.items():
+        with contextlib.suppress(ValueError):
+            values_I = np.array(text.split(), float)
+            found[name] = np.where(np.abs(values_I) < LARGEST, values_I, np.nan)
+    return {name: values_I for name, values_I in found.items() if np.isfinite(values_I).any()}
+
 
 def quality(runs: Sequence[Run]) -> tuple[float, float]:
     """Return the mean of all scores, from 0 to 1, and minus the held-out loss.
 
-    The loss decides between equal scores. Both are -inf if a run diverged.
+    The loss decides between equal scores. Both are -inf if a run diverged; a run without any
+    score has `UNSCORED`.
     """
     if any(run.scores["diverged"] for run in runs):
         return -math.inf, -math.inf
@@ -332,7 +387,7 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
         values = [total["accuracy"] for total in totals if total["counted"]]
         values += [pairs["spearman"] for pairs in scores["similarity"].values()]
         means.append(mean([value for value in values if value is not None] or [-1.0]))
-        losses.append(scores["held_out_loss"] or 0.0)
+        losses.append(scores["held_out_loss"] or math.inf)
     return mean(means), -mean(losses)
 
 
@@ -360,11 +415,12 @@ def _name(run: Run) -> str:
     return run.settings["run.name"] or run.settings["optimizer.name"]
 
 
-def table(compared: Sequence[Row]) -> Columns:
+def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     """Return the columns of the comparison.
 
     All settings beyond SHOWN that differ between rows share one column. There is a column for the
-    number of seeds if any row has several, and one for each figure that any run has.
+    number of seeds if any row has several, and one for each figure that any run has. If `tested`,
+    which takes a second for SciPy, scores have 95 % intervals, and rows p beside the best one.
     """
     differing = []
     for key in compared[0].settings:
@@ -373,9 +429,13 @@ def table(compared: Sequence[Row]) -> Columns:
             differing.append(key)
     headings = dict.fromkeys(name for row in compared for run in row.runs for name in figures(run))
     lines = [_cells(row, differing, headings) for row in compared]
+    for row, line in zip(compared, lines, strict=True) if tested else ():
+        line[VERDICT] = _beside(compared[0], row)
+        for name, items_I in row.items().items():
+            line[name] += _interval(name, items_I)
     columns = {name: [line[name] for line in lines] for name in lines[0]}
     # A column is left out if all its cells are among these.
-    empty = {OTHERS: {""}, "seeds": {"1", "0 of 1"}}
+    empty = {OTHERS: {""}, "seeds": {"1", "0 of 1"}, VERDICT: {"best", ""}}
     empty |= {name: {"-", "diverged"} for name in headings}
     return {name: cells for name, cells in columns.items() if set(cells) - empty.get(name, set())}
 
@@ -391,13 +451,78 @@ def _cells(row: Row, differing: Sequence[str], headings: Iterable[str]) -> dict[
     cells["seeds"] = str(len(seeds))
     if finished < len(seeds):
         cells["seeds"] = f"{finished} of {len(seeds)}"
+    cells[VERDICT] = ""
     measured = [figures(run) for run in row.runs]
     for name in headings:
         values = [value for of_run in measured if (value := of_run.get(name)) is not None]
-        cells[name] = spread(values, FORMATS.get(name) or FORMATS.get(name[-1:], ".3f"))
+        cells[name] = spread(values, _form(name))
         if not finished:
             cells[name] = "diverged"
     return cells
+
+
+def _form(heading: str) -> str:
+    return FORMATS.get(heading) or FORMATS.get(heading[-1:], ".3f")
+
+
+def _interval(heading: str, items_I: np.ndarray) -> str:
+    """Return the 95 % interval of a score over questions or pairs, such as " [1.2, 3.4]"."""
+    ends = significance.interval(items_I * SCALES.get(heading[-1:], 1))
+    if ends is None:
+        return ""
+    return " [" + ", ".join(f"{end:{_form(heading)}}" for end in ends) + "]"
+
+
+def _beside(best: Row, row: Row) -> str:
+    """Return what tells a row from the best one."""
+    if row is best:
+        return "best"
+    if row.settings["corpus.path"] != best.settings["corpus.path"]:
+        return ""
+    if quality(row.runs) < UNSCORED:
+        return "diverged"
+    test = best.test(row)
+    if test.p is not None and test.is_noise:
+        return f"noise ({test})"
+    return str(test)
+
+
+def labels(compared: Sequence[Row]) -> list[str]:
+    """Return a name for each row: its optimizer, and settings that tell rows apart."""
+    columns = table(compared, tested=False)
+    named = list(columns["optimizer"])
+    for name in [*SHOWN.values(), OTHERS][1:]:
+        if len(set(named)) < len(named) and len(set(columns.get(name, ()))) > 1:
+            cells = zip(named, columns[name], strict=True)
+            named = [f"{label} {name} {cell}".replace(f" {OTHERS}", "") for label, cell in cells]
+    return named
+
+
+def verdicts(compared: Sequence[Row]) -> list[str]:
+    """Return a sentence for each pair of the best rows: which one is better, or neither."""
+    named = zip(labels(compared), compared, strict=True)
+    lines = []
+    for (name, better), (other, worse) in combinations(list(named)[:TESTED], 2):
+        if better.settings["corpus.path"] != worse.settings["corpus.path"]:
+            continue
+        if quality(worse.runs) < UNSCORED:
+            continue  # the table says that it diverged
+        test = better.test(worse)
+        line = f"{name} > {other} ({test})"
+        if test.is_noise:
+            line = f"{name} and {other} are not distinguishable ({test})"
+            hint = "nor would they be with 100 seeds"
+            if test.seeds < 2:
+                hint = "train more seeds"
+            elif test.more_seeds == 0:
+                hint = "these questions are too few"
+            elif test.more_seeds:
+                hint = f"about {test.more_seeds} more seeds would"
+            line += f"; {hint}"
+        elif test.seeds < 2:
+            line += "; other seeds may differ: train more"
+        lines.append(line)
+    return lines
 
 
 def _text(value: Any) -> str:
@@ -419,27 +544,38 @@ def spread(values: Sequence[float], form: str) -> str:
     return text
 
 
-def in_120_columns(columns: Columns) -> str:
-    """Format a table for a terminal; settings that differ are below it."""
-    columns = dict(columns)
-    others = columns.get(OTHERS, [])
-    settings = zip(columns["optimizer"], columns["lr"], others, strict=False)
-    notes = [f"{name} {lr}: {other}" for name, lr, other in settings if other]
-    for name in ONLY_IN_FILES & columns.keys():
-        del columns[name]
-    aligned = []
+def in_columns(columns: Columns, width: int) -> str:
+    """Format a table for a terminal of this width.
+
+    Settings that differ are below it, and what all rows have in common is above. What a narrow
+    terminal has no room for is left out.
+    """
+    count = len(columns["optimizer"])
+    common = []
+    aligned: dict[str, list[str]] = {}
     for name, cells in columns.items():
-        shown = [name, *(cell.replace(" +- ", "±") for cell in cells)]
-        if name in WITHOUT_SPREAD:
-            shown = [cell.partition("±")[0] for cell in shown]
-        align = str.ljust
-        if any(cell[:1].isdigit() for cell in cells):
-            align = str.rjust
-        width = max(map(len, shown))
-        aligned.append([align(cell, width) for cell in shown])
-    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
-    notes = [textwrap.fill(note, 120, subsequent_indent="  ") for note in notes]
-    return "\n".join([*lines, *notes])
+        if count > 1 and name in COMMON and len(set(cells)) == 1:
+            common.append(f"{name} {cells[0].partition(' +- ')[0]}")
+        elif name not in ONLY_IN_FILES:
+            shown = [name, *(cell.partition(" [")[0].replace(" +- ", "±") for cell in cells)]
+            if name in WITHOUT_SPREAD:
+                shown = [cell.partition("±")[0] for cell in shown]
+            align = str.ljust
+            if any(cell[:1].isdigit() for cell in cells):
+                align = str.rjust
+            cell_width = max(map(len, shown))
+            aligned[name] = [align(cell, cell_width) for cell in shown]
+    for name in OPTIONAL:
+        if sum(len(cells[0]) + 2 for cells in aligned.values()) > width + 2:
+            aligned.pop(name, None)
+    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned.values(), strict=True)]
+    if common:
+        lines.insert(0, f"all rows: {', '.join(common)}")
+    settings = zip(columns["optimizer"], columns["lr"], columns.get(OTHERS, []), strict=False)
+    for optimizer, lr, other in settings:
+        if other:
+            lines += textwrap.wrap(f"{optimizer} {lr}: {other}", width, subsequent_indent="  ")
+    return "\n".join(lines)
 
 
 def markdown(columns: Columns) -> str:
@@ -455,14 +591,20 @@ def markup(text: object) -> str:
 
 
 def as_csv(runs: Sequence[Run]) -> str:
-    """Format all settings and unrounded figures as CSV, a line for each run."""
+    """Format all settings and unrounded figures as CSV, a line for each run.
+
+    "low" and "high" are the ends of the 95 % interval of a score over its questions or pairs.
+    """
     lines = []
     for run in runs:
         settings = run.settings.items()
         line = {key: _text(value) for key, value in settings}
         line |= {key: _unformula(value) for key, value in settings if isinstance(value, str)}
-        measured = figures(run).items()
-        lines.append({_unformula(key): value for key, value in [*line.items(), *measured]})
+        measured: dict[str, Any] = dict(figures(run))
+        for name, items_I in items(run).items():
+            ends = significance.interval(items_I * SCALES.get(name[-1:], 1)) or (None, None)
+            measured |= zip((f"{name} low", f"{name} high"), ends, strict=True)
+        lines.append({_unformula(key): value for key, value in (line | measured).items()})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

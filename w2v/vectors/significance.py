@@ -1,0 +1,126 @@
+"""Intervals of scores, and tests whether one is higher than another.
+
+Shapes: S seeds, I items of a set, such as questions; NaN for an item that was not counted. SciPy is
+imported where it is used: that takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+import numpy as np
+
+LEVEL = 0.05  # below this p, a difference is not noise
+RESAMPLES = 999
+BATCH_ITEMS = 2_000_000  # of resamples that are in memory at once
+MOST_SEEDS = 100
+
+
+def of_seeds(items_SI: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of each item over seeds: [I]; NaN if a seed did not count it."""
+    if not items_SI or len({len(items_I) for items_I in items_SI}) > 1:
+        return np.empty(0)  # sets that have changed between the runs
+    return np.mean(items_SI, axis=0)
+
+
+def interval(items_I: np.ndarray) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean over items, by the bootstrap."""
+    counted_I = items_I[np.isfinite(items_I)]
+    if len(counted_I) < 2:
+        return None
+    found = import_module("scipy.stats").bootstrap(
+        (counted_I,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=_batch(counted_I),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = found.confidence_interval
+    return float(low), float(high)
+
+
+class Test(NamedTuple):
+    """Whether a difference is noise: p is the larger one of both tests, None without any."""
+
+    p: float | None
+    seeds: int  # that both have
+    more_seeds: int | None = None  # that would show such a difference; None if 100 do not
+
+    @property
+    def is_noise(self) -> bool:
+        """Return whether nothing shows a difference."""
+        return self.p is None or self.p >= LEVEL
+
+    def __str__(self) -> str:
+        if self.p is None:
+            return "not tested"
+        if self.p < 0.001:
+            return "p < .001"
+        return f"p = {self.p:.2g}".replace("= 0.", "= .")
+
+
+def test(
+    difference_S: np.ndarray, better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarray]
+) -> Test:
+    """Test the difference of seeds, and of the items of each set by its name."""
+    seeds = len(difference_S)
+    tested = [p_over_seeds(difference_S), p_over_items(better, worse)]
+    p = max((p for p in tested if p is not None), default=None)
+    for more in range(MOST_SEEDS - seeds):
+        if seeds > 1 and _p_of_mean(difference_S, seeds + more) < LEVEL:
+            return Test(p, seeds, more)
+    return Test(p, seeds)
+
+
+def p_over_seeds(difference_S: np.ndarray) -> float | None:
+    """Return p of a mean difference of seeds by Student's paired test; None if there is one seed.
+
+    Changes of sign, as for items, would need six seeds for p < .05: three have only eight.
+    """
+    if len(difference_S) < 2:
+        return None
+    return _p_of_mean(difference_S, len(difference_S))
+
+
+def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarray]) -> float | None:
+    """Return p of the mean difference over sets, by random changes of sign for each item.
+
+    Both have the items of each set by its name. None: no item is in both.
+    """
+    differences = []
+    for name in better:
+        if name in worse and len(better[name]) == len(worse[name]):
+            difference_I = better[name] - worse[name]
+            difference_I = difference_I[np.isfinite(difference_I)]
+            differences.append(difference_I / max(1, len(difference_I)))  # each set counts alike
+    changed_I = np.concatenate(differences or [np.empty(0)])
+    if not len(changed_I):
+        return None
+    changed_I = changed_I[changed_I != 0]
+    if len(changed_I) < 2:
+        return 1.0
+    found = import_module("scipy.stats").permutation_test(
+        (changed_I,),
+        np.sum,
+        permutation_type="samples",
+        n_resamples=RESAMPLES,
+        batch=_batch(changed_I),
+        rng=np.random.default_rng(0),
+    )
+    return float(found.pvalue)
+
+
+def _p_of_mean(difference_S: np.ndarray, seeds: int) -> float:
+    """Return p of this mean and deviation if they are of so many seeds."""
+    mean = abs(float(np.mean(difference_S)))
+    deviation = float(np.std(difference_S, ddof=1))
+    if not deviation:  # as for two equal runs
+        return float(not mean)
+    return 2 * float(import_module("scipy.stats").t.sf(mean / deviation * seeds**0.5, seeds - 1))
+
+
+def _batch(items_I: np.ndarray) -> int:
+    return max(1, BATCH_ITEMS // len(items_I))

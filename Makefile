@@ -46,9 +46,9 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	@cuda=$$(nvidia-smi 2>/dev/null | \
 	  sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1); \
-	if [ -z "$$cuda" ]; then torch=2.13.0 extras=tensorboard found="no CUDA driver"; \
-	elif [ "$$cuda" -ge 13 ]; then torch=2.13.0 extras=tensorboard,cuda13 found="CUDA $$cuda"; \
-	elif [ "$$cuda" -eq 12 ]; then torch=2.10.0 extras=tensorboard,cuda12 found="CUDA $$cuda"; \
+	if [ -z "$$cuda" ]; then torch=2.13.0 extras=report,tensorboard found="no CUDA driver"; \
+	elif [ "$$cuda" -ge 13 ]; then torch=2.13.0 extras=report,tensorboard,cuda13 found="CUDA $$cuda"; \
+	elif [ "$$cuda" -eq 12 ]; then torch=2.10.0 extras=report,tensorboard,cuda12 found="CUDA $$cuda"; \
 	else echo "nvidia-smi reports CUDA $$cuda; 12 or newer is needed: update the NVIDIA driver" >&2; \
 	  exit 1; fi; \
 	echo "nvidia-smi reports $$found: installing torch $$torch and .[$$extras]"; \

@@ -19,13 +19,13 @@ sys.path.insert(0, str(DOCS.parent))  # also when run as a program
 import w2v  # noqa: E402
 from w2v.config import describe_config  # noqa: E402
 from w2v.rows.table import normal, uniform  # noqa: E402
-from w2v.vectors import evaluate, load, plots, query, report  # noqa: E402
+from w2v.vectors import evaluate, load, query, report  # noqa: E402
 
 FUNCTIONS = [
     load.load,
     query.combination,
     evaluate.scores,
-    plots.word_map,
+    report.word_map,
     report.write,
     normal,
     uniform,

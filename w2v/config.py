@@ -248,6 +248,7 @@ class RunConfig(Section):
     )
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
     formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files: gensim's .kv, word2vec's .bin.")
+    report: bool = key(True, "Write report.html: scores, curves and a map; needs plotly.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.small_text import record_calls, settings_of_small_text
 from w2v.api import compare
-from w2v.vectors import plots
+from w2v.vectors import report
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +15,8 @@ def common(tmp_path_factory):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Draw no curves, which would take half of the time."""
-    monkeypatch.setattr(plots, "curves", lambda groups, file: file)
+    """Write no pages, which would take half of the time."""
+    monkeypatch.setattr(report, "write_page", lambda found, file, shared: file)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests of differences: they agree with SciPy, and find what is there and nothing else."""
+"""Tests of differences agree with SciPy, and find only what is there."""
 
 import numpy as np
 import pytest

@@ -38,6 +38,7 @@ FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and likely guesses
     "word-analogy": "analogies",
     "resume": "train --resume",
     "visualize": "map",
+    "plot": "report",
 }
 UNSUPPORTED = "minn maxn bucket wordngrams loss pretrainedvectors classes".split()
 
@@ -64,7 +65,6 @@ COMMANDS = {
     "analogies": ("answer analogies: king - man + woman", "commands:analogies"),
     "export": ("write vectors in other formats", "commands:export_vectors"),
     "map": ("draw the most frequent words: map.png", "commands:draw_map"),
-    "plot": ("draw curves of runs, finished or not: curves.png", "commands:plot"),
     "report": ("write an HTML page about runs: report.html", "commands:write_report"),
     "compare": ("train configs and compare them, or compare runs", "compare:run"),
     "sweep": ("search for the best settings of optimizers", "sweep:run"),
@@ -99,7 +99,6 @@ WORDS = {
 TO = {
     "export": ("FOLDER", "output folder (default: that of the vectors)"),
     "map": ("FILE", "map.png, map.svg, ... (default: in the run folder)"),
-    "plot": ("FILE", "output file, or a folder (default: in the run folder)"),
     "report": ("FILE", "output file, or a folder (default: in the run folder)"),
     "compare": ("FOLDER", "output folder (default: in run.dir)"),
     "sweep": ("FOLDER", "output folder (default: in run.dir)"),
@@ -128,7 +127,7 @@ def make_parser(name: str) -> Parser:
     if name in ("score", "nn", "analogies", "export", "map"):
         run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
         add("run", metavar="RUN", help=run)
-    if name in ("plot", "report"):
+    if name == "report":
         runs = "a run folder, a folder of run folders, or latest"
         add("runs", nargs="+", metavar="RUN", help=runs)
     if name == "score":

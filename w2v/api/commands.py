@@ -10,10 +10,10 @@ from pathlib import Path
 
 from w2v.system.console import show
 from w2v.system.files import naming_file, one_line, printable
-from w2v.vectors import export, plots, query, report
+from w2v.vectors import export, query, report
 from w2v.vectors.datasets import EvaluationError, Further
 from w2v.vectors.load import READABLE, VectorsError, find, load, load_words
-from w2v.vectors.runs import find_all, picture_path, read_all
+from w2v.vectors.runs import picture_path
 
 Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and their cosines
 
@@ -82,14 +82,7 @@ def draw_map(options: Namespace) -> None:
     """Draw the most frequent words in two dimensions."""
     path = find(options.run)
     picture = picture_path([path.parent], "map.png", options.to)
-    show(plots.word_map(load_words(path), picture, options.words))
-
-
-def plot(options: Namespace) -> None:
-    """Draw loss, throughput and scores of runs."""
-    folders = find_all(options.runs, "metrics.jsonl")
-    file = picture_path(folders, "curves.png", options.to)
-    show(plots.curves({label: [run] for label, run in read_all(folders).items()}, file))
+    show(report.word_map(load_words(path), picture, options.words))
 
 
 def write_report(options: Namespace) -> None:

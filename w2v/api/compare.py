@@ -34,7 +34,8 @@ from w2v.text.vocab import Vocab
 from w2v.training import build, plan
 from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
-from w2v.vectors import evaluate, export, plots, runs
+from w2v.vectors import evaluate, export, runs
+from w2v.vectors import report as pages
 from w2v.vectors.datasets import PAIR_SETS, EvaluationError, Further, set_name
 
 log = logging.getLogger("w2v")
@@ -240,7 +241,7 @@ def by_name(paths: Iterable[str]) -> dict[str, str]:
 
 
 def write(trained: Sequence[runs.Run], folder: Path) -> str:
-    """Write the table, the runs and their curves; return the table as text."""
+    """Write the table, the runs and the page; return the table as text."""
     folder.mkdir(parents=True, exist_ok=True)
     compared = runs.rows(trained)
     columns = runs.table(compared)
@@ -248,10 +249,9 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
     lines = [runs.markdown(columns), *(f"\n{runs.markup(line)}" for line in verdicts)]
     atomic_write(folder / "table.md", "\n".join(lines) + "\n")
     try:
-        groups = {name: row.runs for name, row in zip(runs.labels(compared), compared, strict=True)}
-        plots.curves(groups, folder / "curves.png")
-    except plots.PlotError as error:  # no run has a point
-        log.warning(f"no curves.png: {error}")
+        pages.write_page(trained, folder / "report.html", folder)
+    except pages.ReportError as error:  # plotly is not installed
+        log.warning(f"no report: {error}")
     # The last file, by which a comparison is known to be finished.
     atomic_write(folder / "runs.csv", runs.as_csv(trained))
     return in_terminal(columns, verdicts)
@@ -313,4 +313,4 @@ def run(options: argparse.Namespace) -> None:
     folder = options.to or folder_to_use(Path(planned[0].run.dir), planned)
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
     console.show(write(trained, folder))
-    console.show(f"\ntables, curves and a folder for each run are in {folder}")
+    console.show(f"\nreport, tables and a folder for each run are in {folder}")

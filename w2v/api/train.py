@@ -62,12 +62,24 @@ def run(options: argparse.Namespace) -> int | None:
         if (status := launcher.fork_ranks(options.gpus)) is not None:
             return status
     with Signals() as signals:
-        train(options, signals)
+        folder = train(options, signals)
+    if folder:  # tables are freed by now
+        write_report(folder)
     return None
 
 
-def train(options: argparse.Namespace, signals: Signals) -> None:
-    """Load, plan, check, train and export."""
+def write_report(folder: Path) -> None:
+    """Write the page of a run, unless plotly is missing."""
+    from w2v.vectors import report
+
+    try:
+        console.log.log(console.RESULTS, f"report       {report.write([folder])}")
+    except report.ReportError as error:
+        console.log.log(console.RESULTS, f"no report    {error}")
+
+
+def train(options: argparse.Namespace, signals: Signals) -> Path | None:
+    """Load, plan, check, train and export; return the folder to report about."""
     timeline = Timeline()
     # Threads that write files take turns with one that computes in Python; by default each waits
     # for 5 ms, several times for each part of a file.
@@ -135,7 +147,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             del planned, loop  # their memory is needed again
             try_alone(given, opened, trial, ranks)
         ranks.leave()
-        return
+        return None
 
     # Train and export, in a folder of its own.
     if folder is None:
@@ -164,6 +176,9 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             job.train()
             job.export()
     ranks.leave()
+    if leads and config.run.report:
+        return folder
+    return None
 
 
 def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from w2v.system.files import atomic_write, hash_file, refused
 SUMS = "vectors.sha256"
 STEP = "# step "
 VECTORS = "vectors.*"  # this manifest too
-DERIVED = "scores.json", "README.md", "map.png", "curves.png", "report.html"  # from the vectors
+DERIVED = "scores.json", "README.md", "map.png", "report.html", "report.js"  # from the vectors
 
 
 class VectorsError(ValueError):

@@ -1,7 +1,8 @@
-"""Write documents about runs: a model card, and an HTML page.
+"""Write documents about runs: HTML page, map of words, model card.
 
-The page fills in the template report.html, and loads no other file. Text that comes from a run,
-such as its words, is escaped.
+The page is drawn by plotly, whose script is one file for all pages of a folder of runs. Words and
+neighbors are in report.js beside the page. Text that comes from a run, such as its words, is
+escaped. matplotlib and scikit-learn are imported where they are used: that takes a second.
 """
 
 from __future__ import annotations
@@ -9,25 +10,61 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import logging
+import os
+import shutil
+import warnings
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
-from w2v.system.files import atomic_write
+from w2v.system.files import atomic_path, atomic_write, printable
 from w2v.text.vocab import Vocab
-from w2v.vectors import load, plots, query, runs
+from w2v.vectors import load, runs, significance
 from w2v.vectors.datasets import RESTRICT_VOCAB
-from w2v.vectors.runs import Run, markup
+from w2v.vectors.query import normalize
+from w2v.vectors.runs import Row, Run, markup
 
+log = logging.getLogger("w2v")
 TEMPLATE = Path(__file__).with_suffix(".html")
-Runs = Mapping[str, Run]  # by the name that is shown
+SCRIPT = "plotly.min.js"
+CURVES = {  # metric and title
+    "loss": "training loss",
+    "held_out_loss": "held-out loss",
+    "analogies": "analogy accuracy",
+    "words_per_s": "words per second",
+}
+LOWER_IS_BETTER = {"loss", "held-out loss", "seconds", "host MiB", "GPU MiB"}
+# Readable on white and on black.
+GREY = "#808890"
+COLORS = ("#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8 #a8632a #6b7a90").split()
+DASHES = ("solid", "dash", "dot")  # after all colors
+MAPS = 4  # of the best rows
+MAP_WORDS = 10_000  # the most frequent ones
+LANDMARKS = 1000  # words that t-SNE places; the others are placed among them: 2 s in place of 30
+NEAR_LANDMARKS = 5
+SHARPNESS = 20.0  # of their weights
+GROUPS = 8  # by k-means
+PERPLEXITY = 20.0
+TSNE_STEPS = 500  # half of the default: the divergence is 2 % greater
+NEIGHBOR_BYTES = 2**26  # of the words whose neighbors a page shows, a byte for each number
+CORNERS = [  # places around a dot where its name may be: from it in points, and which end is there
+    (3, 1, "left", "bottom"),
+    (3, -1, "left", "top"),
+    (-3, 1, "right", "bottom"),
+    (-3, -1, "right", "top"),
+]
 
-MAP_WORDS = 500  # the most frequent ones
-NEAR = 8  # neighbors of each word
+
+class ReportError(ValueError):
+    """A page or map that cannot be made; one line with the remedy."""
 
 
 def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
@@ -39,69 +76,114 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
             several runs in the folder "pictures".
     """
     folders = runs.find_all(paths, "metrics.jsonl")
-    shown = runs.read_all(folders)
-    maps: list[dict[str, Any]] = []
-    nearest: dict[str, list[str]] = {}  # a cell for each run with vectors, by word
-    for label, run in shown.items():
-        if not (run.folder / "vectors.kv").exists():
-            continue
-        kv = load.load_words(run.folder)
-        with contextlib.suppress(plots.PlotError):  # too few words
-            maps.append(_map(label, kv))
-            nearest = nearest or {word: [] for word in query.example_words(kv.index_to_key)}
-            for word, cells in nearest.items():
-                near = "-"
-                if word in kv.key_to_index:
-                    near = ", ".join(other for other, _ in query.combination(kv, [word], NEAR))
-                cells.append(_text(near))
-    header = ["", *(_text(entry["name"]) for entry in maps)]
-    rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
-    corpora = sorted({run.settings["corpus.path"] for run in shown.values()})
-    colors = (f".b{number} {{ background: {color} }}" for number, color in enumerate(plots.COLORS))
+    file = runs.picture_path(folders, "report.html", to)
+    shared = file.parent
+    if to is None:
+        shared = folders[0].parent
+    return write_page([runs.read(folder) for folder in folders], file, shared)
+
+
+def write_page(found: Sequence[Run], file: Path, shared: Path) -> Path:
+    """Write the page of these runs, and plotly's script into `shared`."""
+    script = _script()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not (shared / SCRIPT).is_file():
+        with atomic_path(shared / SCRIPT) as part:
+            shutil.copyfile(script, part)
+    compared = runs.rows(found)
+    names = runs.labels(compared)
+    corpora = sorted({run.settings["corpus.path"] for run in found})
+    maps = _maps(compared, names)
+    words = file.with_suffix(".js")
+    if maps:
+        atomic_write(words, f"showWords({json.dumps(maps, separators=(',', ':'))});\n")
+    figures = {
+        "curves": [curve for metric in CURVES if (curve := _curve(compared, names, metric))],
+        "bars": [bars for bars in (_scores(compared, names), _phases(compared, names)) if bars],
+    }
+    legend = (
+        f'<label><input type="checkbox" checked value="{n}">{_swatch(n)}{_text(name)}</label>'
+        for n, name in enumerate(names)
+    )
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=_text(f"Word vectors of {', '.join(corpora)}"),
-        comparison=_comparison(shown),
-        curves=_curves(shown),
-        phases=_phases(shown),
+        comparison=_comparison(compared, names),
+        legend="\n".join(legend),
         hidden="" if maps else "hidden",
-        nearest=_table(header, rows),
         # A "<" could end the script element.
-        data=json.dumps(maps, separators=(",", ":")).replace("<", "\\u003c"),
-        colors="\n".join(colors),
+        figures=json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c"),
+        plotly=quote(os.path.relpath(shared / SCRIPT, file.parent)),
+        words=quote(words.name),
+        palette=json.dumps(COLORS),
     )
-    file = runs.picture_path(folders, "report.html", to)
-    file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, page)
     return file
 
 
-def _comparison(shown: Runs) -> str:
-    """Return the table of settings and scores, with a column for each run."""
-    compared = []
-    for run in shown.values():
-        settings = run.settings.items()
-        own = {key: value for key, value in settings if not key.startswith(("run.", "corpus.data"))}
-        compared.append(runs.Row(own, [run]))
-    rows = [[_text(name), *map(_text, cells)] for name, cells in runs.table(compared).items()]
-    header = ["", *_headers(shown)]
-    return _table(header, rows) + _sections(shown, header) + "".join(map(_details, shown.values()))
+def _script() -> Path:
+    """Return the script of the installed plotly, without its slow import."""
+    try:
+        return Path(str(distribution("plotly").locate_file(f"plotly/package_data/{SCRIPT}")))
+    except PackageNotFoundError:
+        raise ReportError("report.html needs plotly: pip install plotly") from None
 
 
-def _sections(shown: Runs, header: Sequence[str]) -> str:
+def _comparison(compared: Sequence[Row], names: Sequence[str]) -> str:
+    """Return the table of rows, verdicts, and folded details."""
+    columns = runs.table(compared)
+    common, shown = runs.split_common(columns)
+    figures = runs.figures(compared[0].runs[0])
+    marked = [f"{_swatch(number)}{_text(name)}" for number, name in enumerate(names)]
+    if len(names) > 1:
+        marked[0] += ' <b title="best by the mean of its scores">★</b>'
+        common = f"<p>All rows: {_text(common)}. ★ is the best by the mean of its scores.</p>"
+    table = {"": marked}
+    for heading in shown.keys() - {"optimizer", runs.OTHERS}:
+        table[heading] = [_text(cell.replace(" +- ", " ± ")) for cell in shown[heading]]
+        numbers = [_number(cell) for cell in shown[heading]]
+        known = [number for number in numbers if number is not None]
+        if heading in figures and heading != "questions" and len(known) > 1:
+            pick = min if heading in LOWER_IS_BETTER else max
+            place = numbers.index(pick(known))
+            table[heading][place] = f"<b>{table[heading][place]}</b>"
+    in_order = sorted(shown, key=lambda heading: heading in runs.ONLY_IN_FILES)
+    table = {heading: table[heading] for heading in ["", *in_order] if heading in table}
+    verdicts = "".join(f"<li>{_text(line)}</li>" for line in runs.verdicts(compared))
+    found = [run for row in compared for run in row.runs]
+    details = _sections(compared, names)
+    if len(found) > 1:
+        alone = runs.table([Row(run.settings, [run]) for run in found], tested=False)
+        each = {"run": [run.folder.absolute().name for run in found]} | alone
+        details += _folded("each run", _table({key: map(_text, each[key]) for key in each}))
+    details += _folded("settings", "".join(map(_details, found)))
+    return f"{common}{_table(table)}<ul>{verdicts}</ul>{details}"
+
+
+def _number(cell: str) -> float | None:
+    """Return the number that a cell begins with, if any."""
+    try:
+        return float(cell.split()[0])
+    except (ValueError, IndexError):
+        return None
+
+
+def _sections(compared: Sequence[Row], names: Sequence[str]) -> str:
     """Return scores of the sections that any run has counted, folded."""
-    counted: dict[str, dict[str, str]] = {}  # cells by section and run
-    for label, run in shown.items():
-        for part in run.scores["analogies"]["sections"]:
-            if part["counted"]:
-                score = f"{part['accuracy'] or 0:.1%} <small>of {part['counted']:,}</small>"
-                counted.setdefault(part["name"], {})[label] = score
-    rows = [
-        [_text(name), *(cells.get(label, "-") for label in shown)]
-        for name, cells in counted.items()
-    ]
-    if not rows:
+    counted: dict[str, dict[str, list[float]]] = {}  # accuracies by section and row
+    for name, row in zip(names, compared, strict=True):
+        for run in row.runs:
+            for part in run.scores["analogies"]["sections"]:
+                if part["counted"]:
+                    section = f"{part['name']}, {part['counted']:,} questions"
+                    found = counted.setdefault(section, {}).setdefault(name, [])
+                    found.append(100 * (part["accuracy"] or 0))
+    if not counted:
         return ""
-    return _folded("sections of analogies", _table(header, rows))
+    columns = {"": [_text(section) for section in counted]}
+    for name in names:
+        cells = (runs.spread(of_rows.get(name, []), ".1f") for of_rows in counted.values())
+        columns[_text(name)] = list(cells)
+    return _folded("sections of analogies, %", _table(columns))
 
 
 def _details(run: Run) -> str:
@@ -109,83 +191,235 @@ def _details(run: Run) -> str:
     lines = [runs.environment(run.folder)]
     lines += [f"{key}={value}" for key, value in run.settings.items()]
     content = f"<pre>{_text(chr(10).join(lines).strip())}</pre>"
-    return _folded(f"settings of {_text(run.folder.name)}", content)
+    return _folded(f"settings of {_text(run.folder.absolute().name)}", content)
 
 
-def _curves(shown: Runs) -> str:
-    """Return a drawing of each metric that a run has."""
-    panels = plots.panels({label: [run] for label, run in shown.items()})
-    images = [
-        f'<img alt="{_text(title)}" src="data:image/svg+xml;base64,{b64encode(svg).decode()}">'
-        for title, svg in panels.items()
+def _curve(compared: Sequence[Row], names: Sequence[str], metric: str) -> dict[str, Any]:
+    """Return plotly's figure of a metric, by words and by seconds, or {}."""
+    traces: list[dict[str, Any]] = []
+    for number, (name, row) in enumerate(zip(names, compared, strict=True)):
+        if not (curve := runs.mean_curve(row.runs, metric)):
+            continue
+        points = {key: [float(f"{value:.6g}") for value in curve[key]] for key in curve}
+        color = COLORS[number % len(COLORS)]
+        dash = DASHES[number // len(COLORS) % len(DASHES)]
+        line = {"color": color, "dash": dash, "width": 1.5 + 1.5 * (number == 0)}
+        trace = {"name": _text(name), "mode": "lines+markers", "marker": {"size": 4}, "line": line}
+        x = {axis: points[axis] for axis in ("words", "seconds")}
+        traces.append(trace | {"y": points["mean"], "meta": x | {"row": number}})
+        if len(row.runs) > 1:
+            # Along the highest values, and back along the lowest ones.
+            around = {axis: at + at[::-1] for axis, at in x.items()} | {"row": number}
+            y = points["high"] + points["low"][::-1]
+            band = {"fill": "toself", "fillcolor": f"{color}33", "mode": "none"}
+            traces.append(band | {"y": y, "meta": around, "hoverinfo": "skip"})
+    if not any(len(trace["y"]) > 1 for trace in traces):
+        return {}
+    yaxis: dict[str, Any] = {"title": {"text": CURVES[metric]}}
+    if metric == "analogies":
+        yaxis |= {"tickformat": ".1%", "rangemode": "tozero"}
+    if metric == "words_per_s":
+        yaxis |= {"rangemode": "tozero"}
+    return {"data": traces, "layout": {"yaxis": yaxis}}
+
+
+def _scores(compared: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+    """Return plotly's bars of scores with 95 % intervals over items, or {}."""
+    traces: list[dict[str, Any]] = []
+    for number, (name, row) in enumerate(zip(names, compared, strict=True)):
+        sets, values, low, high = [], [], [], []
+        for heading, items_I in row.items().items():
+            if ends := significance.interval(items_I):
+                sets.append(_text(heading.removesuffix(" %")))
+                values.append(100 * float(np.nanmean(items_I)))
+                low.append(values[-1] - 100 * ends[0])
+                high.append(100 * ends[1] - values[-1])
+        error = {"array": high, "arrayminus": low, "thickness": 1.5, "width": 4, "color": GREY}
+        trace = {"type": "bar", "orientation": "h", "name": _text(name), "x": values, "y": sets}
+        marker = {"color": COLORS[number % len(COLORS)]}
+        traces.append(trace | {"error_x": error, "marker": marker, "meta": {"row": number}})
+    bars = sum(len(trace["x"]) for trace in traces)
+    if not bars:
+        return {}
+    xaxis = {"title": {"text": "% right, 100 x correlation; 95 % intervals"}}
+    layout = {"barmode": "group", "height": 150 + 18 * bars, "xaxis": xaxis}
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
+    return {"data": traces, "layout": layout}
+
+
+def _phases(compared: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+    """Return plotly's bars of the recorded seconds of phases, or {}."""
+    taken: dict[str, dict[str, float]] = {}  # means over seeds by phase and row
+    for name, row in zip(names, compared, strict=True):
+        lines = [line for run in row.runs for line in run.metrics if line["phase"]]
+        for line in lines:
+            seconds = (line["seconds"] or 0) / len(row.runs)
+            of_rows = taken.setdefault(line["phase"], {})
+            of_rows[name] = of_rows.get(name, 0) + seconds
+    if not taken:
+        return {}
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": _text(phase),
+            "y": list(map(_text, of_rows)),
+            "x": list(of_rows.values()),
+        }
+        for phase, of_rows in taken.items()
     ]
-    legend = "".join(f"<li>{header}</li>" for header in _headers(shown))
-    return f'<ul class="legend">{legend}</ul><div class="panels">{"".join(images)}</div>'
+    layout = {"barmode": "stack", "showlegend": True, "height": 200 + 30 * len(names)}
+    layout["xaxis"] = {"title": {"text": "seconds of the command"}}
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
+    return {"data": traces, "layout": layout}
 
 
-def _phases(shown: Runs) -> str:
-    """Return a bar of phases for each run that has recorded them."""
-    taken = {
-        label: {line["phase"]: line["seconds"] or 0 for line in run.metrics if line["phase"]}
-        for label, run in shown.items()
-    }
-    longest = max(sum(phases.values()) for phases in taken.values())
-    if longest <= 0:
-        return ""
-    names = list(dict.fromkeys(phase for phases in taken.values() for phase in phases))
-    # All bars have one scale: that of the longest run fills the page.
-    bars = ""
-    for label, phases in taken.items():
-        widths = [(names.index(phase), 100 * phases[phase] / longest) for phase in phases]
-        pieces = "".join(_swatch(n, f' style="width: {width:.2f}%"') for n, width in widths)
-        total = f"{_text(label)}: {sum(phases.values()):.1f} s"
-        bars += f'<p>{total}</p><div class="bar">{pieces}</div>'
-    rows = [
-        [_swatch(n) + _text(name), *(f"{phases.get(name, 0):.2f} s" for phases in taken.values())]
-        for n, name in enumerate(names)
-    ]
-    return f"<h2>Where the time went</h2>{bars}{_table(['', *map(_text, taken)], rows)}"
+def _maps(compared: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return words, vectors and places of a run of each of the best rows."""
+    maps: list[dict[str, Any]] = []
+    for name, row in zip(names, compared, strict=True):
+        saved = [run.folder for run in row.runs if (run.folder / "vectors.kv").exists()]
+        if not saved or len(maps) == MAPS:
+            continue
+        kv = load.load_words(saved[0])
+        dim = kv.vectors.shape[1]
+        wide_ND = np.array(kv.vectors[: NEIGHBOR_BYTES // dim], np.float32)
+        largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
+        bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
+        entry = {"name": name, "run": str(saved[0]), "dim": dim}
+        entry |= {"words": "\n".join(kv.index_to_key), "bytes": b64encode(bytes_ND).decode()}
+        try:
+            places_N2, group_N = project(wide_ND[:MAP_WORDS])
+            places = [[float(f"{place:.4g}") for place in column] for column in places_N2.T]
+            entry |= {"x": places[0], "y": places[1], "groups": group_N.tolist()}
+        except ReportError:  # too few words
+            entry |= {"x": [], "y": [], "groups": []}
+        maps.append(entry)
+    return maps
 
 
-def _map(name: str, kv: load.Words) -> dict[str, Any]:
-    """Return words, places from 0 to 1, groups and neighbors for the map."""
-    vectors_ND = np.array(kv.vectors[:MAP_WORDS], np.float32)
-    places_N2, group_N = plots.project(vectors_ND)
-    low_2 = places_N2.min(0)
-    places_N2 = (places_N2 - low_2) / np.maximum(places_N2.max(0) - low_2, 1e-9)
-    unit_ND = query.normalize(vectors_ND)
-    near_NK = np.argsort(-(unit_ND @ unit_ND.T), axis=1)[:, 1 : NEAR + 1]
-    return {
-        "name": name,
-        "words": kv.index_to_key[:MAP_WORDS],
-        "places": places_N2.round(4).tolist(),
-        "groups": group_N.tolist(),
-        "near": near_NK.tolist(),
-    }
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def _table(columns: Mapping[str, Iterable[str]]) -> str:
     """Return cells of HTML as a table that scrolls by itself."""
-    head = "".join(f"<th>{cell}</th>" for cell in header)
+    head = "".join(f"<th>{heading}</th>" for heading in columns)
+    rows = zip(*columns.values(), strict=True)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>{body}</table></div>'
 
 
 def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{summary}</summary>{content}</details>"
 
 
-def _headers(shown: Runs) -> list[str]:
-    """Return the name of each run, with its color."""
-    return [_swatch(number) + _text(label) for number, label in enumerate(shown)]
-
-
-def _swatch(number: int, style: str = "") -> str:
-    return f'<i class="b{number % len(plots.COLORS)}"{style}></i>'
+def _swatch(number: int) -> str:
+    return f'<i style="background: {COLORS[number % len(COLORS)]}"></i>'
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(printable(str(value)))
+
+
+def word_map(kv: load.Words, file: Path, words: int) -> Path:
+    """Draw the most frequent words in two dimensions.
+
+    The places are those of the report's map. Each word is a dot in the color of its group; more
+    frequent words have larger names. A name is left out where it would cover one that is there.
+    """
+    places_N2, group_N = project(np.array(kv.vectors[:MAP_WORDS], np.float32))
+    places_N2 = places_N2[:words]
+    shown = kv.index_to_key[: len(places_N2)]
+    figure = import_module("matplotlib.figure").Figure(figsize=(14, 14), layout="constrained")
+    # Without a canvas of pixels, each question for the size of a text makes a new one: 5 ms.
+    import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    family = {"font.family": _fonts("".join(shown))}
+    with import_module("matplotlib").rc_context(family), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about each letter without a font; `_fonts` has named one
+        axis = figure.subplots()
+        colors = [COLORS[group] for group in group_N[:words]]
+        axis.scatter(places_N2[:, 0], places_N2[:, 1], s=8, color=colors)
+        axis.set(xticks=[], yticks=[])
+        named = _name_dots(axis, places_N2, shown, colors)
+        axis.set_title(f"the {len(shown):,} most frequent words by t-SNE; {named:,} named")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(file) as part:
+            figure.savefig(part, dpi=120, format=file.suffix[1:] or "png")
+    return file
+
+
+def _fonts(text: str) -> list[str]:
+    """Return matplotlib's font, and installed ones for letters that it lacks."""
+    manager = import_module("matplotlib.font_manager")
+    open_font = import_module("matplotlib.ft2font").FT2Font
+    families = ["DejaVu Sans"]
+    missing = set(map(ord, printable(text)))
+    missing -= open_font(manager.findfont(families[0])).get_charmap().keys()
+    # Of the files: matplotlib's own list may be older than a font.
+    for path in sorted(manager.findSystemFonts()) if missing else ():
+        with contextlib.suppress(RuntimeError, OSError):  # a format that it does not know
+            font = open_font(path)
+            if found := missing & font.get_charmap().keys():
+                manager.fontManager.addfont(path)
+                families.append(font.family_name)
+                missing -= found
+    if missing:
+        letter = chr(min(missing))
+        log.warning(f"map: no font has {letter!r}; install one, such as fonts-noto-cjk")
+    return families
+
+
+def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return places [N, 2] by t-SNE and groups [N] by k-means, of cosines.
+
+    The first words are placed by t-SNE, the others between the nearest of them. The result is the
+    same at each call.
+    """
+    if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
+        few = f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing"
+        raise ReportError(f"{few}; take 4 words or more, of 2 dimensions or more")
+    unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
+    first_LD = unit_ND[:LANDMARKS]
+    perplexity = min(PERPLEXITY, (len(first_LD) - 1) / 3)
+    tsne = import_module("sklearn.manifold").TSNE(
+        perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0
+    )
+    kinds = min(GROUPS, len(unit_ND))
+    kmeans = import_module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
+    # On busy cores, threads wait for each other and take six times as long.
+    with import_module("threadpoolctl").threadpool_limits(1):
+        places_L2 = tsne.fit_transform(first_LD)
+        group_N = kmeans.fit_predict(unit_ND)
+    cosine_NL = unit_ND[LANDMARKS:] @ first_LD.T
+    near_NK = np.argsort(-cosine_NL, axis=1)[:, :NEAR_LANDMARKS]
+    weight_NK = np.exp(SHARPNESS * np.take_along_axis(cosine_NL, near_NK, axis=1))
+    weight_NK /= weight_NK.sum(1, keepdims=True)
+    between_N2 = (weight_NK[:, :, None] * places_L2[near_NK]).sum(1)
+    return np.concatenate([places_L2, between_N2]), group_N
+
+
+def _name_dots(
+    axis: Any, places_N2: np.ndarray, words: Sequence[str], colors: Sequence[str]
+) -> int:
+    """Name dots where there is room, the first words first; count them."""
+    axis.figure.draw_without_rendering()  # which sets the layout, and so the pixels of places
+    taken = np.empty((0, 4))  # x0, y0, x1, y1 of each name
+    for rank, (place, word, color) in enumerate(zip(places_N2, words, colors, strict=True)):
+        text = axis.annotate(_plain(word), place, (0, 0), textcoords="offset points")
+        text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
+        for x, y, end, side in CORNERS:
+            text.set(position=(x, y), ha=end, va=side)
+            box = text.get_window_extent().padded(1)
+            beside = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1)
+            above = (taken[:, 3] < box.y0) | (taken[:, 1] > box.y1)
+            if (beside | above).all():
+                taken = np.vstack([taken, box.extents])
+                break
+        else:
+            text.remove()
+    return len(taken)
+
+
+def _plain(text: str) -> str:
+    """Escape control characters, and the dollar signs of formulas."""
+    return printable(text).replace("$", r"\$")
 
 
 def write_card(folder: Path, vocab: Vocab) -> None:

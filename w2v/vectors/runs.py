@@ -83,9 +83,9 @@ class Run:
     metrics: list[dict[str, Any]]  # as in LINE
 
     def curve(self, name: str) -> list[tuple[float, float, float]]:
-        """Return the points (words, seconds, metric), with the final score as the last one.
+        """Return the points (words, seconds, metric).
 
-        Means of epochs are used where the run has recorded them.
+        The last one is the final score. Means of epochs are used where the run has recorded them.
         """
         final = {key: self.scores[key] for key in ("words", "seconds", "loss", "held_out_loss")}
         total = self.scores["analogies"]["total"]
@@ -101,7 +101,7 @@ class Run:
 
 
 def mean_curve(runs: Sequence[Run], name: str) -> dict[str, np.ndarray]:
-    """Return the mean curve of seeds, and its range, as columns of points; {} without any.
+    """Return the mean curve of seeds and its range: columns of points, or {}.
 
     Seeds are averaged at equal words, as their seconds differ: the curve ends with the means of
     their final words, seconds and scores. Seeds that have not got as far, such as diverged ones,
@@ -263,14 +263,6 @@ def environment(folder: Path) -> str:
     return ""
 
 
-def read_all(folders: Sequence[Path]) -> dict[str, Run]:
-    """Read runs by the names of folders, or by paths if names are equal."""
-    labels = [folder.absolute().name for folder in folders]
-    if len(set(labels)) < len(labels):
-        labels = [str(folder) for folder in folders]
-    return {label: read(folder) for label, folder in zip(labels, folders, strict=True)}
-
-
 FORMATS = {  # of numbers by column, or by its last letter; .3f of the others, correlations
     "%": ".1f",
     "held-out loss": ".4f",
@@ -356,9 +348,9 @@ class Row(NamedTuple):
 
 
 def items(run: Run) -> dict[str, np.ndarray]:
-    """Return a number for each question and pair of words, by the heading of their set.
+    """Return a number for each question and word pair of the sets.
 
-    Their means are the scores; NaN stands for an item that was skipped.
+    Sets are named by the heading of their score, the mean; NaN is an item that was skipped.
     """
     scores = run.scores
     texts = {"analogies %": scores["analogies"]["answers"]}
@@ -466,7 +458,7 @@ def _form(heading: str) -> str:
 
 
 def _interval(heading: str, items_I: np.ndarray) -> str:
-    """Return the 95 % interval of a score over questions or pairs, such as " [1.2, 3.4]"."""
+    """Return the 95 % interval of a score, such as " [1.2, 3.4]"."""
     ends = significance.interval(items_I * SCALES.get(heading[-1:], 1))
     if ends is None:
         return ""
@@ -488,7 +480,7 @@ def _beside(best: Row, row: Row) -> str:
 
 
 def labels(compared: Sequence[Row]) -> list[str]:
-    """Return a name for each row: its optimizer, and settings that tell rows apart."""
+    """Return names of rows: the optimizer, and settings that differ."""
     columns = table(compared, tested=False)
     named = list(columns["optimizer"])
     for name in [*SHOWN.values(), OTHERS][1:]:
@@ -499,7 +491,7 @@ def labels(compared: Sequence[Row]) -> list[str]:
 
 
 def verdicts(compared: Sequence[Row]) -> list[str]:
-    """Return a sentence for each pair of the best rows: which one is better, or neither."""
+    """Return a sentence for each pair of the best rows: which is better."""
     named = zip(labels(compared), compared, strict=True)
     lines = []
     for (name, better), (other, worse) in combinations(list(named)[:TESTED], 2):
@@ -544,33 +536,41 @@ def spread(values: Sequence[float], form: str) -> str:
     return text
 
 
+def split_common(columns: Columns) -> tuple[str, Columns]:
+    """Return what all rows have in common, on a line, and the other columns."""
+    common, others = [], {}
+    for name, cells in columns.items():
+        if name in COMMON and len(cells) > 1 and len(set(cells)) == 1:
+            common.append(f"{name} {cells[0].partition(' +- ')[0]}")
+        else:
+            others[name] = cells
+    return ", ".join(common), others
+
+
 def in_columns(columns: Columns, width: int) -> str:
     """Format a table for a terminal of this width.
 
     Settings that differ are below it, and what all rows have in common is above. What a narrow
     terminal has no room for is left out.
     """
-    count = len(columns["optimizer"])
-    common = []
+    common, shown = split_common(columns)
     aligned: dict[str, list[str]] = {}
-    for name, cells in columns.items():
-        if count > 1 and name in COMMON and len(set(cells)) == 1:
-            common.append(f"{name} {cells[0].partition(' +- ')[0]}")
-        elif name not in ONLY_IN_FILES:
-            shown = [name, *(cell.partition(" [")[0].replace(" +- ", "±") for cell in cells)]
-            if name in WITHOUT_SPREAD:
-                shown = [cell.partition("±")[0] for cell in shown]
-            align = str.ljust
-            if any(cell[:1].isdigit() for cell in cells):
-                align = str.rjust
-            cell_width = max(map(len, shown))
-            aligned[name] = [align(cell, cell_width) for cell in shown]
+    for name in shown.keys() - ONLY_IN_FILES:
+        cells = [name, *(cell.partition(" [")[0].replace(" +- ", "±") for cell in shown[name])]
+        if name in WITHOUT_SPREAD:
+            cells = [cell.partition("±")[0] for cell in cells]
+        align = str.ljust
+        if any(cell[:1].isdigit() for cell in cells[1:]):
+            align = str.rjust
+        cell_width = max(map(len, cells))
+        aligned[name] = [align(cell, cell_width) for cell in cells]
     for name in OPTIONAL:
         if sum(len(cells[0]) + 2 for cells in aligned.values()) > width + 2:
             aligned.pop(name, None)
-    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned.values(), strict=True)]
+    in_order = [aligned[name] for name in shown if name in aligned]
+    lines = ["  ".join(cells).rstrip() for cells in zip(*in_order, strict=True)]
     if common:
-        lines.insert(0, f"all rows: {', '.join(common)}")
+        lines.insert(0, f"all rows: {common}")
     settings = zip(columns["optimizer"], columns["lr"], columns.get(OTHERS, []), strict=False)
     for optimizer, lr, other in settings:
         if other:

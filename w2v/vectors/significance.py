@@ -19,7 +19,7 @@ MOST_SEEDS = 100
 
 
 def of_seeds(items_SI: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the mean of each item over seeds: [I]; NaN if a seed did not count it."""
+    """Return the mean of each item over seeds [I], NaN if any is NaN."""
     if not items_SI or len({len(items_I) for items_I in items_SI}) > 1:
         return np.empty(0)  # sets that have changed between the runs
     return np.mean(items_SI, axis=0)
@@ -43,9 +43,9 @@ def interval(items_I: np.ndarray) -> tuple[float, float] | None:
 
 
 class Test(NamedTuple):
-    """Whether a difference is noise: p is the larger one of both tests, None without any."""
+    """Tests of a difference over seeds and items; p is the larger one."""
 
-    p: float | None
+    p: float | None  # None if nothing could be tested
     seeds: int  # that both have
     more_seeds: int | None = None  # that would show such a difference; None if 100 do not
 
@@ -76,7 +76,7 @@ def test(
 
 
 def p_over_seeds(difference_S: np.ndarray) -> float | None:
-    """Return p of a mean difference of seeds by Student's paired test; None if there is one seed.
+    """Return p of the mean difference by Student's paired test, or None.
 
     Changes of sign, as for items, would need six seeds for p < .05: three have only eight.
     """
@@ -86,9 +86,9 @@ def p_over_seeds(difference_S: np.ndarray) -> float | None:
 
 
 def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarray]) -> float | None:
-    """Return p of the mean difference over sets, by random changes of sign for each item.
+    """Return p of the mean difference by changes of sign of items, or None.
 
-    Both have the items of each set by its name. None: no item is in both.
+    Both have the items of each set by its name; sets count alike. None: no item is in both.
     """
     differences = []
     for name in better:

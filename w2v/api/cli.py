@@ -39,6 +39,8 @@ FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and likely guesses
     "resume": "train --resume",
     "visualize": "map",
     "plot": "report",
+    **dict.fromkeys(("list", "ls"), "runs"),
+    **dict.fromkeys(("remove", "rm", "delete"), "clean"),
 }
 UNSUPPORTED = "minn maxn bucket wordngrams loss pretrainedvectors classes".split()
 
@@ -68,6 +70,8 @@ COMMANDS = {
     "report": ("write an HTML page about runs: report.html", "commands:write_report"),
     "compare": ("train configs and compare them, or compare runs", "compare:run"),
     "sweep": ("search for the best settings of optimizers", "sweep:run"),
+    "runs": ("list runs with their scores and sizes", "storage:list_runs"),
+    "clean": ("remove runs, or cached texts", "storage:clean"),
     "completion": ("print the completion script of a shell", "cli:print_completion"),
 }
 OVERVIEW = """\
@@ -127,9 +131,15 @@ def make_parser(name: str) -> Parser:
     if name in ("score", "nn", "analogies", "export", "map"):
         run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
         add("run", metavar="RUN", help=run)
-    if name == "report":
+    if name in ("report", "runs", "clean"):
         runs = "a run folder, a folder of run folders, or latest"
-        add("runs", nargs="+", metavar="RUN", help=runs)
+        nargs = {"report": "+"}.get(name, "*")
+        add("runs", nargs=nargs, default=[], metavar="RUN", help=runs)
+    if name == "clean":
+        caches = "also the word ids of texts, in this corpus.data_dir (default: data)"
+        add("--caches", nargs="?", const="data", metavar="FOLDER", help=caches)
+        add("--dry-run", action="store_true", help="list what would be removed")
+        add("--yes", action="store_true", help="do not ask")
     if name == "score":
         first = f"score the N most frequent words only (default: {RESTRICT_VOCAB})"
         add("--restrict-vocab", type=count, default=RESTRICT_VOCAB, metavar="N", help=first)

@@ -37,6 +37,7 @@ WORDS = "words.txt"  # of the vocabulary, joined by line feeds
 COUNTS = "counts.bin"
 FORMAT = 4  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
+MOST_CHARACTERS = 40  # of a text's name in that of its cache, which may have 255 bytes
 SHOWN_PHRASES = 3  # examples in the plan
 
 log = logging.getLogger("w2v")
@@ -208,12 +209,13 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
 
 
 def _cache_name(files: list[Path], config: Config) -> str:
-    """Return a name for the ids of files: a hash of paths and settings."""
+    """Return a name for ids: the text's, and a hash of paths and settings."""
     settings = asdict(config.corpus) | asdict(config.vocab)
     del settings["path"], settings["data_dir"]
     names = [str(path.resolve()) for path in files]
     key = json.dumps([FORMAT, settings, names], sort_keys=True)
-    return blake2b(key.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    digest = blake2b(key.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    return f"{files[0].name.strip('.').split('.')[0][:MOST_CHARACTERS]}-{digest}"
 
 
 def cached(

@@ -1,0 +1,110 @@
+"""Commands that list and remove what runs have written."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from w2v.config import Config
+from w2v.system.console import show
+from w2v.system.files import exclusive, printable
+from w2v.system.resources import format_bytes
+from w2v.text import corpus
+from w2v.text.sources import CACHE
+from w2v.vectors import runs
+
+PARENT = Config().run.dir
+DATA = Config().corpus.data_dir
+HEADINGS = ["date", "text", "optimizer", "analogies %", "WordSim-353", "size", "run"]
+
+
+def list_runs(options: argparse.Namespace) -> None:
+    """Print date, text, optimizer, scores and size of runs, the newest last."""
+    folders = []
+    for path in map(Path, options.runs or [PARENT]):
+        # Runs of a comparison are one level deeper.
+        folders += [file.parent for file in path.glob("config.yaml")]
+        for pattern in ("config.yaml", f"{runs.VISIBLE}/config.yaml"):
+            folders += [file.parent for file in path.glob(f"{runs.VISIBLE}/{pattern}")]
+    if not folders:
+        places = " ".join(options.runs) or PARENT
+        raise runs.RunError(f"no run is in {places}; name a folder of runs, or train first")
+    folders.sort(key=_changed)
+    lines = [HEADINGS, *map(_line, folders)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        show("  ".join(cells).rstrip())
+    caches = cached_texts(DATA)
+    in_runs, in_caches = (format_bytes(sum(map(_size, paths))) for paths in (folders, caches))
+    show("", f"runs: {len(folders)}, {in_runs}; cached texts: {len(caches)}, {in_caches}")
+
+
+def clean(options: argparse.Namespace) -> None:
+    """Remove run folders and cached texts after a question."""
+    targets = []
+    for path in options.runs:
+        if (Path(path) / "runs.csv").is_file():  # a comparison
+            targets.append(Path(path))
+        else:
+            targets += runs.find_all([path], "config.yaml")
+    caches = []
+    if options.caches:
+        caches = cached_texts(options.caches)
+    if not (targets or caches):
+        raise runs.RunError("nothing to remove; name run folders, or --caches (see w2v runs)")
+    for folder in [*targets, *caches]:
+        show(f"{format_bytes(_size(folder)):>9}  {folder}")
+    if options.dry_run:
+        return
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise runs.RunError("clean asks in a terminal before it removes; or add --yes")
+        show("remove all of these? y/N")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            return
+    from w2v.training import run_folder  # only now, as it imports torch
+
+    for folder in targets:
+        with run_folder.lock(folder):
+            shutil.rmtree(folder)
+    for folder in caches:
+        with exclusive(folder.parent, lambda: show("waiting for a run that reads a text")):
+            shutil.rmtree(folder)
+
+
+def cached_texts(data_dir: str | Path) -> list[Path]:
+    """Return the folders of word ids below `corpus.data_dir`."""
+    return sorted(file.parent for file in (Path(data_dir) / CACHE).glob(f"*/{corpus.HEADER}"))
+
+
+def _line(folder: Path) -> list[str]:
+    """Return the cells of a run, finished or not."""
+    cells = ["unreadable", "-", "-", "-"]
+    with contextlib.suppress(runs.RunError):
+        run = runs.read(folder)
+        figures = runs.figures(run)
+        cells = [Path(run.settings["corpus.path"]).name, run.settings["optimizer.name"]]
+        for name in ("analogies %", "WordSim-353"):
+            score = figures.get(name)
+            cells.append("-")
+            if score is not None:
+                cells[-1] = f"{score:.3g}"
+        if not (folder / "scores.json").exists():
+            cells[2] = "unfinished"
+        if run.scores["diverged"]:
+            cells[2] = "diverged"
+    date = time.strftime("%Y-%m-%d", time.localtime(_changed(folder)))
+    return [printable(cell) for cell in [date, *cells, format_bytes(_size(folder)), str(folder)]]
+
+
+def _changed(folder: Path) -> float:
+    return (folder / "config.yaml").stat().st_mtime
+
+
+def _size(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in folder.rglob("*"))

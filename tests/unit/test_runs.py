@@ -80,7 +80,7 @@ def test_latest_is_the_run_whose_file_is_newest(runs):
 def test_find_all_takes_runs_folders_of_runs_and_latest(runs, monkeypatch, caplog):
     names = ["adam1", "adam2", "adam3", "rmsprop", "sgd"]
     assert find_all([runs, runs / "sgd", runs]) == [runs / name for name in names]
-    assert find_all([runs / "adam1", runs / "empty"]) == [runs / "adam1"]
+    assert find_all([runs / "adam1", runs / "empty", runs / "plotly.min.js"]) == [runs / "adam1"]
     assert caplog.messages == [f"left out, as there is no scores.json in it: {runs / 'empty'}"]
     with pytest.raises(RunError, match="no scores.json in .*empty"):
         find_all([runs / "empty"])

@@ -30,11 +30,10 @@ from w2v.text.vocab import Vocab
 from w2v.vectors import load, runs, significance
 from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.query import normalize
-from w2v.vectors.runs import Row, Run, markup
+from w2v.vectors.runs import SCRIPT, Row, Run, markup
 
 log = logging.getLogger("w2v")
 TEMPLATE = Path(__file__).with_suffix(".html")
-SCRIPT = "plotly.min.js"
 CURVES = {  # metric and title
     "loss": "training loss",
     "held_out_loss": "held-out loss",

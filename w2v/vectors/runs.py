@@ -28,6 +28,7 @@ from w2v.vectors import significance
 from w2v.vectors.datasets import title
 
 log = logging.getLogger("w2v")
+SCRIPT = "plotly.min.js"  # beside run folders
 VISIBLE = "[!.]*"  # folders: killed processes leave hidden ones
 SHOWN = {
     "optimizer.name": "optimizer",
@@ -155,7 +156,8 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
     """
     folders: list[Path] = []
     without: list[str] = []
-    for path in map(Path, paths):
+    # Without the script of pages, which a pattern such as runs/* matches too.
+    for path in (Path(path) for path in paths if Path(path).name != SCRIPT):
         if str(path) == "latest" or not path.exists() or (path / file).is_file():
             folders.append(find(path, file))
         elif nested := sorted(match.parent for match in path.glob(f"{VISIBLE}/{file}")):

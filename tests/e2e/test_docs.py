@@ -165,7 +165,7 @@ def test_documented_commands_run(programs, monkeypatch):
         status, said = programs.run(name, *arguments, program="evaluate")
         assert status == 0, f"w2v {name} {words}: {said}"
         asked.add(name)
-    assert asked >= set("train score nn analogies compare report export runs clean".split())
+    assert asked >= set("train score nn analogies compare map report export runs clean".split())
     exported = {path.suffix for path in (folder / "exported").iterdir()}
     assert exported == {".txt", ".bin"}
     # Several runs may begin in one second, which names them.

@@ -243,24 +243,24 @@ def by_name(paths: Iterable[str]) -> dict[str, str]:
 def write(trained: Sequence[runs.Run], folder: Path) -> str:
     """Write the table, the runs and the page; return the table as text."""
     folder.mkdir(parents=True, exist_ok=True)
-    compared = runs.rows(trained)
-    columns = runs.table(compared)
-    verdicts = runs.verdicts(compared)
-    lines = [runs.markdown(columns), *(f"\n{runs.markup(line)}" for line in verdicts)]
+    compared = runs.Comparison.of(trained)
+    lines = [runs.markdown(compared.columns)]
+    lines += [f"\n{runs.markup(line)}" for line in compared.verdicts]
     atomic_write(folder / "table.md", "\n".join(lines) + "\n")
     try:
-        pages.write_page(trained, folder / "report.html", folder)
+        pages.write_page(compared, folder / "report.html", folder)
     except pages.ReportError as error:  # plotly is not installed
         log.warning(f"no report: {error}")
     # The last file, by which a comparison is known to be finished.
     atomic_write(folder / "runs.csv", runs.as_csv(trained))
-    return in_terminal(columns, verdicts)
+    return in_terminal(compared)
 
 
-def in_terminal(columns: runs.Columns, verdicts: Sequence[str]) -> str:
+def in_terminal(compared: runs.Comparison) -> str:
     """Return the table and the verdicts, as wide as the terminal."""
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
-    return "\n".join([runs.in_columns(columns, width), "", *verdicts]).rstrip()
+    table = runs.in_columns(compared.columns, width)
+    return "\n".join([table, "", *compared.verdicts]).rstrip()
 
 
 def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
@@ -268,8 +268,7 @@ def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
     found = [runs.read(path) for path in runs.find_all(paths)]
     if folder:
         return write(found, folder)
-    compared = runs.rows(found)
-    return in_terminal(runs.table(compared), runs.verdicts(compared))
+    return in_terminal(runs.Comparison.of(found))
 
 
 def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str]]:

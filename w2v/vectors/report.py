@@ -30,7 +30,7 @@ from w2v.text.vocab import Vocab
 from w2v.vectors import load, runs, significance
 from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.query import normalize
-from w2v.vectors.runs import SCRIPT, Row, Run, markup
+from w2v.vectors.runs import SCRIPT, Comparison, Row, Run, markup
 
 log = logging.getLogger("w2v")
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -53,7 +53,7 @@ SHARPNESS = 20.0  # of their weights
 GROUPS = 8  # by k-means
 PERPLEXITY = 20.0
 TSNE_STEPS = 500  # half of the default: the divergence is 2 % greater
-NEIGHBOR_BYTES = 2**26  # of the words whose neighbors a page shows, a byte for each number
+NEIGHBOR_BYTES = 2**26  # of all vectors of a page, a byte for each number
 CORNERS = [  # places around a dot where its name may be: from it in points, and which end is there
     (3, 1, "left", "bottom"),
     (3, -1, "left", "top"),
@@ -79,26 +79,25 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     shared = file.parent
     if to is None:
         shared = folders[0].parent
-    return write_page([runs.read(folder) for folder in folders], file, shared)
+    return write_page(Comparison.of([runs.read(folder) for folder in folders]), file, shared)
 
 
-def write_page(found: Sequence[Run], file: Path, shared: Path) -> Path:
-    """Write the page of these runs, and plotly's script into `shared`."""
+def write_page(compared: Comparison, file: Path, shared: Path) -> Path:
+    """Write the page of runs, and plotly's script into `shared`."""
     script = _script()
     file.parent.mkdir(parents=True, exist_ok=True)
     if not (shared / SCRIPT).is_file():
         with atomic_path(shared / SCRIPT) as part:
             shutil.copyfile(script, part)
-    compared = runs.rows(found)
-    names = runs.labels(compared)
-    corpora = sorted({run.settings["corpus.path"] for run in found})
-    maps = _maps(compared, names)
+    rows, names = compared.rows, compared.names
+    corpora = sorted({row.settings["corpus.path"] for row in rows})
+    maps = _maps(rows, names)
     words = file.with_suffix(".js")
     if maps:
         atomic_write(words, f"showWords({json.dumps(maps, separators=(',', ':'))});\n")
     figures = {
-        "curves": [curve for metric in CURVES if (curve := _curve(compared, names, metric))],
-        "bars": [bars for bars in (_scores(compared, names), _phases(compared, names)) if bars],
+        "curves": [curve for metric in CURVES if (curve := _curve(rows, names, metric))],
+        "bars": [bars for bars in (_scores(rows, names), _phases(rows, names)) if bars],
     }
     legend = (
         f'<label><input type="checkbox" checked value="{n}">{_swatch(n)}{_text(name)}</label>'
@@ -106,7 +105,7 @@ def write_page(found: Sequence[Run], file: Path, shared: Path) -> Path:
     )
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=_text(f"Word vectors of {', '.join(corpora)}"),
-        comparison=_comparison(compared, names),
+        comparison=_comparison(compared),
         legend="\n".join(legend),
         hidden="" if maps else "hidden",
         # A "<" could end the script element.
@@ -127,11 +126,11 @@ def _script() -> Path:
         raise ReportError("report.html needs plotly: pip install plotly") from None
 
 
-def _comparison(compared: Sequence[Row], names: Sequence[str]) -> str:
+def _comparison(compared: Comparison) -> str:
     """Return the table of rows, verdicts, and folded details."""
-    columns = runs.table(compared)
+    rows, names, columns, lines = compared
     common, shown = runs.split_common(columns)
-    figures = runs.figures(compared[0].runs[0])
+    figures = runs.figures(rows[0].runs[0])
     marked = [f"{_swatch(number)}{_text(name)}" for number, name in enumerate(names)]
     if len(names) > 1:
         marked[0] += ' <b title="best by the mean of its scores">★</b>'
@@ -147,11 +146,12 @@ def _comparison(compared: Sequence[Row], names: Sequence[str]) -> str:
             table[heading][place] = f"<b>{table[heading][place]}</b>"
     in_order = sorted(shown, key=lambda heading: heading in runs.ONLY_IN_FILES)
     table = {heading: table[heading] for heading in ["", *in_order] if heading in table}
-    verdicts = "".join(f"<li>{_text(line)}</li>" for line in runs.verdicts(compared))
-    found = [run for row in compared for run in row.runs]
-    details = _sections(compared, names)
+    verdicts = "".join(f"<li>{_text(line)}</li>" for line in lines)
+    found = [run for row in rows for run in row.runs]
+    details = _sections(rows, names)
     if len(found) > 1:
         alone = runs.table([Row(run.settings, [run]) for run in found], tested=False)
+        alone.pop(runs.OTHERS, None)
         each = {"run": [run.folder.absolute().name for run in found]} | alone
         details += _folded("each run", _table({key: map(_text, each[key]) for key in each}))
     details += _folded("settings", "".join(map(_details, found)))
@@ -166,10 +166,10 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _sections(compared: Sequence[Row], names: Sequence[str]) -> str:
+def _sections(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return scores of the sections that any run has counted, folded."""
     counted: dict[str, dict[str, list[float]]] = {}  # accuracies by section and row
-    for name, row in zip(names, compared, strict=True):
+    for name, row in zip(names, rows, strict=True):
         for run in row.runs:
             for part in run.scores["analogies"]["sections"]:
                 if part["counted"]:
@@ -193,10 +193,10 @@ def _details(run: Run) -> str:
     return _folded(f"settings of {_text(run.folder.absolute().name)}", content)
 
 
-def _curve(compared: Sequence[Row], names: Sequence[str], metric: str) -> dict[str, Any]:
+def _curve(rows: Sequence[Row], names: Sequence[str], metric: str) -> dict[str, Any]:
     """Return plotly's figure of a metric, by words and by seconds, or {}."""
     traces: list[dict[str, Any]] = []
-    for number, (name, row) in enumerate(zip(names, compared, strict=True)):
+    for number, (name, row) in enumerate(zip(names, rows, strict=True)):
         if not (curve := runs.mean_curve(row.runs, metric)):
             continue
         points = {key: [float(f"{value:.6g}") for value in curve[key]] for key in curve}
@@ -222,10 +222,10 @@ def _curve(compared: Sequence[Row], names: Sequence[str], metric: str) -> dict[s
     return {"data": traces, "layout": {"yaxis": yaxis}}
 
 
-def _scores(compared: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+def _scores(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     """Return plotly's bars of scores with 95 % intervals over items, or {}."""
     traces: list[dict[str, Any]] = []
-    for number, (name, row) in enumerate(zip(names, compared, strict=True)):
+    for number, (name, row) in enumerate(zip(names, rows, strict=True)):
         sets, values, low, high = [], [], [], []
         for heading, items_I in row.items().items():
             if ends := significance.interval(items_I):
@@ -246,10 +246,10 @@ def _scores(compared: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     return {"data": traces, "layout": layout}
 
 
-def _phases(compared: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+def _phases(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     """Return plotly's bars of the recorded seconds of phases, or {}."""
     taken: dict[str, dict[str, float]] = {}  # means over seeds by phase and row
-    for name, row in zip(names, compared, strict=True):
+    for name, row in zip(names, rows, strict=True):
         lines = [line for run in row.runs for line in run.metrics if line["phase"]]
         for line in lines:
             seconds = (line["seconds"] or 0) / len(row.runs)
@@ -273,19 +273,21 @@ def _phases(compared: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     return {"data": traces, "layout": layout}
 
 
-def _maps(compared: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+def _maps(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return words, vectors and places of a run of each of the best rows."""
+    saved: dict[str, Path] = {}  # folders by the name of the row
+    for name, row in zip(names, rows, strict=True):
+        for run in row.runs[:1]:
+            if (run.folder / "vectors.kv").exists() and len(saved) < MAPS:
+                saved[name] = run.folder
     maps: list[dict[str, Any]] = []
-    for name, row in zip(names, compared, strict=True):
-        saved = [run.folder for run in row.runs if (run.folder / "vectors.kv").exists()]
-        if not saved or len(maps) == MAPS:
-            continue
-        kv = load.load_words(saved[0])
+    for name, folder in saved.items():
+        kv = load.load_words(folder)
         dim = kv.vectors.shape[1]
-        wide_ND = np.array(kv.vectors[: NEIGHBOR_BYTES // dim], np.float32)
+        wide_ND = np.array(kv.vectors[: NEIGHBOR_BYTES // len(saved) // dim], np.float32)
         largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
         bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
-        entry = {"name": name, "run": str(saved[0]), "dim": dim}
+        entry = {"name": name, "run": str(folder), "dim": dim}
         entry |= {"words": "\n".join(kv.index_to_key), "bytes": b64encode(bytes_ND).decode()}
         try:
             places_N2, group_N = project(wide_ND[:MAP_WORDS])

@@ -492,6 +492,21 @@ def labels(compared: Sequence[Row]) -> list[str]:
     return named
 
 
+class Comparison(NamedTuple):
+    """Rows, best first, with their names, table and verdicts."""
+
+    rows: list[Row]
+    names: list[str]
+    columns: Columns
+    verdicts: list[str]
+
+    @classmethod
+    def of(cls, found: Sequence[Run]) -> Comparison:
+        """Compare runs; tests take half a second for each row and pair."""
+        compared = rows(found)
+        return cls(compared, labels(compared), table(compared), verdicts(compared))
+
+
 def verdicts(compared: Sequence[Row]) -> list[str]:
     """Return a sentence for each pair of the best rows: which is better."""
     named = zip(labels(compared), compared, strict=True)

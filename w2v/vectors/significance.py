@@ -14,7 +14,7 @@ import numpy as np
 
 LEVEL = 0.05  # below this p, a difference is not noise
 RESAMPLES = 999
-BATCH_ITEMS = 2_000_000  # of resamples that are in memory at once
+BATCH_ITEMS = 4_000_000  # of resamples that are in memory at once
 MOST_SEEDS = 100
 
 

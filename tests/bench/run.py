@@ -54,7 +54,7 @@ def timed(command: list[str], environment: dict[str, str]) -> float:
 def measure(settings: list[str], work: Path) -> Figures:
     """Run train.py once and return its phases; `work` holds its caches."""
     output = work / "runs"
-    places = [f"corpus.data_dir={work / 'data'}", f"run.dir={output}"]
+    places = [f"corpus.data_dir={work / 'data'}", f"run.dir={output}", "run.report=false"]
     caches = {"CUPY_CACHE_DIR": str(work / "cupy"), "NUMBA_CACHE_DIR": str(work / "numba")}
     seconds = timed([sys.executable, "train.py", *settings, *places], caches)
     folder = runs.find("latest", "scores.json", output)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
 model.vector_size=16 model.window=2 vocab.min_count=1 train.epochs=2 train.batch_size=128
-train.device=cpu run.log_seconds=0.001
+train.device=cpu run.log_seconds=0.001 run.report=false
 """.split()
 PROGRESS = ("start ", "reading ")  # lines before an error of a later phase
 
@@ -70,6 +71,25 @@ def train(programs, corpus, tmp_path):
         return run, output
 
     return run
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_report_is_written_where_plotly_is_installed(
+    corpus, tmp_path, monkeypatch, capsys, installed
+):
+    import train
+    from w2v.vectors import report
+
+    (tmp_path / "script.js").touch()
+    missing = mock.Mock(side_effect=report.ReportError("report.html needs plotly"))
+    script = mock.Mock(return_value=tmp_path / "script.js") if installed else missing
+    monkeypatch.setattr(report, "_script", script)
+    assert train.main([*paths(corpus, tmp_path), *SETTINGS, "run.report=true", "-q"]) == 0
+    (run,) = (tmp_path / "runs").glob("*/")
+    printed = capsys.readouterr().out
+    assert (f"report       {run / 'report.html'}" in printed) == installed
+    assert ("no report    report.html needs plotly" in printed) != installed
+    assert (run / "report.html").exists() == (run / "report.js").exists() == installed
 
 
 def test_run_on_the_cpu_imports_neither_gensim_nor_torchs_compiler(new_process):

@@ -67,7 +67,13 @@ def arguments(tmp_path_factory):
     (folder / "text.txt").write_text("\n".join(map(" ".join, words)))
     paths = [f"corpus.path={folder}/text.txt", f"corpus.data_dir={folder}", f"run.dir={folder}"]
     # Copies of tables for checkpoints are made when the first line is logged.
-    arguments = [*paths, "vocab.min_count=1", "train.epochs=1", "run.log_seconds=0.1"]
+    arguments = [
+        *paths,
+        "vocab.min_count=1",
+        "train.epochs=1",
+        "run.log_seconds=0.1",
+        "run.report=false",
+    ]
     open_corpus(load_config([], arguments))  # train.py does it in a process of its own
     return arguments
 

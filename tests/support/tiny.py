@@ -11,6 +11,7 @@ SETTINGS = {
     "train.batch_size": 16,
     "train.device": "cpu",
     "run.log_seconds": 100,
+    "run.report": False,
 }
 TEXT = "\n".join(" ".join(random.Random(line).choices(LETTERS, k=8)) for line in range(40))
 

@@ -115,6 +115,7 @@ def test_a_run_reports_the_loss_after_every_epoch_and_at_the_end(tmp_path):
         corpus.path={tmp_path}/text.txt corpus.data_dir={tmp_path}/data run.dir={tmp_path}/runs
         model.vector_size=8 model.sample=0 optimizer.lr=0.05
         train.batch_size=64 train.device=cpu train.epochs=3 train.held_out_words=200
+        run.report=false
     """
     assert main(settings.split()) == 0
     (run,) = (tmp_path / "runs").iterdir()

@@ -370,8 +370,8 @@ def _fonts(text: str) -> list[str]:
 def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return places [N, 2] by t-SNE and groups [N] by k-means, of cosines.
 
-    The first words are placed by t-SNE, the others between the nearest of them. The result is the
-    same at each call.
+    The first words are placed and grouped, the others between the nearest of them. The result is
+    the same at each call.
     """
     if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
         few = f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing"
@@ -382,12 +382,12 @@ def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     tsne = import_module("sklearn.manifold").TSNE(
         perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0
     )
-    kinds = min(GROUPS, len(unit_ND))
+    kinds = min(GROUPS, len(first_LD))
     kmeans = import_module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
     # On busy cores, threads wait for each other and take six times as long.
     with import_module("threadpoolctl").threadpool_limits(1):
         places_L2 = tsne.fit_transform(first_LD)
-        group_N = kmeans.fit_predict(unit_ND)
+        group_N = kmeans.fit(first_LD).predict(unit_ND)
     cosine_NL = unit_ND[LANDMARKS:] @ first_LD.T
     near_NK = np.argsort(-cosine_NL, axis=1)[:, :NEAR_LANDMARKS]
     weight_NK = np.exp(SHARPNESS * np.take_along_axis(cosine_NL, near_NK, axis=1))

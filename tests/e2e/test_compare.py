@@ -160,6 +160,22 @@ def test_the_text_may_be_a_folder(common, undrawn, tmp_path, capsys):
     assert "Adam" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("names", "seeds", "warned"),
+    [
+        (["adam", "sgd"], ["1"], True),
+        (["adam", "sgd"], ["1", "2", "3"], False),
+        (["adam"], "1", False),
+    ],
+)
+def test_too_few_seeds_are_a_warning(common, monkeypatch, caplog, names, seeds, warned):
+    monkeypatch.setattr(compare, "train", lambda *_: [])
+    monkeypatch.setattr(compare, "write", lambda *_: "")
+    assert cli.main(["compare", *names, *common, "--seeds", *seeds]) == 0
+    said = "--seeds 1 cannot tell a difference from luck; write --seeds 1 2 3"
+    assert (said in caplog.text) == warned
+
+
 @pytest.mark.parametrize("program", ["sweep", "compare"])
 def test_ctrl_c_ends_without_a_traceback(common, tmp_path, monkeypatch, capsys, program):
     name = "adam" if program == "sweep" else "configs/optimizers/adam.yaml"

@@ -86,8 +86,9 @@ def write_page(compared: Comparison, file: Path, shared: Path) -> Path:
     """Write the page of runs, and plotly's script into `shared`."""
     script = _script()
     file.parent.mkdir(parents=True, exist_ok=True)
-    if not (shared / SCRIPT).is_file():
-        with atomic_path(shared / SCRIPT) as part:
+    shown = shared / SCRIPT
+    if not shown.is_file() or shown.stat().st_size != script.stat().st_size:
+        with atomic_path(shown) as part:
             shutil.copyfile(script, part)
     rows, names = compared.rows, compared.names
     corpora = sorted({row.settings["corpus.path"] for row in rows})
@@ -110,7 +111,7 @@ def write_page(compared: Comparison, file: Path, shared: Path) -> Path:
         hidden="" if maps else "hidden",
         # A "<" could end the script element.
         figures=json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c"),
-        plotly=quote(os.path.relpath(shared / SCRIPT, file.parent)),
+        plotly=quote(os.path.relpath(shown, file.parent)),
         words=quote(words.name),
         palette=json.dumps(COLORS),
     )
@@ -132,9 +133,10 @@ def _comparison(compared: Comparison) -> str:
     common, shown = runs.split_common(columns)
     figures = runs.figures(rows[0].runs[0])
     marked = [f"{_swatch(number)}{_text(name)}" for number, name in enumerate(names)]
-    if len(names) > 1:
+    if common:
+        common = f"<p>All rows: {_text(common)}.</p>"
+    if len(names) > 1 and runs.quality(rows[0].runs) > runs.UNSCORED:
         marked[0] += ' <b title="best by the mean of its scores">★</b>'
-        common = f"<p>All rows: {_text(common)}. ★ is the best by the mean of its scores.</p>"
     table = {"": marked}
     for heading in shown.keys() - {"optimizer", runs.OTHERS}:
         table[heading] = [_text(cell.replace(" +- ", " ± ")) for cell in shown[heading]]
@@ -277,14 +279,17 @@ def _maps(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return words, vectors and places of a run of each of the best rows."""
     saved: dict[str, Path] = {}  # folders by the name of the row
     for name, row in zip(names, rows, strict=True):
-        for run in row.runs[:1]:
-            if (run.folder / "vectors.kv").exists() and len(saved) < MAPS:
-                saved[name] = run.folder
+        with_vectors = [run.folder for run in row.runs if (run.folder / "vectors.kv").exists()]
+        if with_vectors and len(saved) < MAPS:
+            saved[name] = with_vectors[0]
     maps: list[dict[str, Any]] = []
     for name, folder in saved.items():
         kv = load.load_words(folder)
         dim = kv.vectors.shape[1]
-        wide_ND = np.array(kv.vectors[: NEIGHBOR_BYTES // len(saved) // dim], np.float32)
+        wide_ND = np.nan_to_num(
+            kv.vectors[: NEIGHBOR_BYTES // len(saved) // dim], posinf=0, neginf=0
+        )
+        wide_ND = wide_ND.astype(np.float32)
         largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
         bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
         entry = {"name": name, "run": str(folder), "dim": dim}

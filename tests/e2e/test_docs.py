@@ -141,6 +141,7 @@ def write_texts(folder, lines):
 
 def test_documented_commands_run(programs, monkeypatch):
     pytest.importorskip("tensorboard")
+    pytest.importorskip("plotly")
     folder = programs.output.parent
     (folder / "configs").symlink_to(ROOT / "configs")
     write_texts(folder, 100)

@@ -43,7 +43,7 @@ log = logging.getLogger("w2v")
 SETTINGS = ["run.checkpoint_minutes=0", "run.score_epochs=true", "run.log_seconds=0.1"]
 HELD_OUT_WORDS = 20_000
 FEWEST_SEEDS = 3  # with fewer, even great differences may be luck
-SHOWN = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999", "seconds")
+SHOWN = ("held-out loss", "analogies %", "seconds")
 
 
 @functools.cache
@@ -144,7 +144,7 @@ def train(
             # Written last: it marks the run as finished.
             atomic_write(run / "scores.json", as_json(scores, indent=1))
         trained.append(runs.read(run))
-        log.info(f"{len(trained)} of {len(planned)}  {run.name:<24}  {_summary(trained[-1])}")
+        log.info(f"{len(trained)} of {len(planned)}  {run.name:<16}  {_summary(trained[-1])}")
     atomic_write(folder / "env.txt", describe_environment(Machine.here()))
     return trained
 

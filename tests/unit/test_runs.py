@@ -373,3 +373,17 @@ def test_named_settings_exist():
     keys = list(TYPES)
     assert set(comparison.SHOWN) <= set(keys)
     assert all(any(key.startswith(name) for key in keys) for name in comparison.NO_SETTING)
+
+
+def test_rows_of_several_texts_are_compared_text_by_text(tmp_path):
+    for text in ("novels.txt", "wiki.txt"):
+        write_seeds(tmp_path / text, "Adam", [0.42, 0.43, 0.425], f"corpus.path={text}")
+        write_seeds(tmp_path / text, "SGD", [0.28, 0.27, 0.29], f"corpus.path={text}")
+    compared = comparison.rows([read(path.parent) for path in tmp_path.rglob("config.yaml")])
+    columns = comparison.table(compared)
+    assert sorted(columns["text"]) == ["novels.txt", "novels.txt", "wiki.txt", "wiki.txt"]
+    assert columns["beside the best"][:2] == ["best", "best"]
+    assert [line.partition(" (")[0] for line in sorted(comparison.verdicts(compared))] == [
+        "Adam text novels.txt > SGD text novels.txt",
+        "Adam text wiki.txt > SGD text wiki.txt",
+    ]

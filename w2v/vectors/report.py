@@ -112,7 +112,7 @@ def write_page(compared: Comparison, file: Path, shared: Path) -> Path:
         # A "<" could end the script element.
         figures=json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c"),
         plotly=quote(os.path.relpath(shown, file.parent)),
-        words=quote(words.name),
+        words=f'<script src="{quote(words.name)}" defer></script>' if maps else "",
         palette=json.dumps(COLORS),
     )
     atomic_write(file, page)
@@ -214,7 +214,7 @@ def _curve(rows: Sequence[Row], names: Sequence[str], metric: str) -> dict[str, 
             y = points["high"] + points["low"][::-1]
             band = {"fill": "toself", "fillcolor": f"{color}33", "mode": "none"}
             traces.append(band | {"y": y, "meta": around, "hoverinfo": "skip"})
-    if not any(len(trace["y"]) > 1 for trace in traces):
+    if not any(len(set(trace["meta"]["words"])) > 1 for trace in traces):
         return {}
     yaxis: dict[str, Any] = {"title": {"text": CURVES[metric]}}
     if metric == "analogies":

@@ -35,6 +35,7 @@ SHOWN = {
     "optimizer.lr": "lr",
     "train.batch_size": "batch",
     "train.epochs": "epochs",
+    "corpus.path": "text",
 }
 OTHERS = "other settings"  # heading of one column for all others that differ between rows
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
@@ -424,12 +425,17 @@ def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     headings = dict.fromkeys(name for row in compared for run in row.runs for name in figures(run))
     lines = [_cells(row, differing, headings) for row in compared]
     for row, line in zip(compared, lines, strict=True) if tested else ():
-        line[VERDICT] = _beside(compared[0], row)
+        line[VERDICT] = _beside(compared, row)
         for name, items_I in row.items().items():
             line[name] += _interval(name, items_I)
     columns = {name: [line[name] for line in lines] for name in lines[0]}
     # A column is left out if all its cells are among these.
-    empty = {OTHERS: {""}, "seeds": {"1", "0 of 1"}, VERDICT: {"best", ""}}
+    empty = {
+        OTHERS: {""},
+        "text": {columns["text"][0]},
+        "seeds": {"1", "0 of 1"},
+        VERDICT: {"best", ""},
+    }
     empty |= {name: {"-", "diverged"} for name in headings}
     return {name: cells for name, cells in columns.items() if set(cells) - empty.get(name, set())}
 
@@ -467,12 +473,12 @@ def _interval(heading: str, items_I: np.ndarray) -> str:
     return " [" + ", ".join(f"{end:{_form(heading)}}" for end in ends) + "]"
 
 
-def _beside(best: Row, row: Row) -> str:
-    """Return what tells a row from the best one."""
+def _beside(compared: Sequence[Row], row: Row) -> str:
+    """Return what tells a row from the best one on its text."""
+    text = row.settings["corpus.path"]
+    best = next(other for other in compared if other.settings["corpus.path"] == text)
     if row is best:
         return "best"
-    if row.settings["corpus.path"] != best.settings["corpus.path"]:
-        return ""
     if quality(row.runs) < UNSCORED:
         return "diverged"
     test = best.test(row)
@@ -482,13 +488,16 @@ def _beside(best: Row, row: Row) -> str:
 
 
 def labels(compared: Sequence[Row]) -> list[str]:
-    """Return names of rows: the optimizer, and settings that differ."""
-    columns = table(compared, tested=False)
-    named = list(columns["optimizer"])
-    for name in [*SHOWN.values(), OTHERS][1:]:
-        if len(set(named)) < len(named) and len(set(columns.get(name, ()))) > 1:
-            cells = zip(named, columns[name], strict=True)
-            named = [f"{label} {name} {cell}".replace(f" {OTHERS}", "") for label, cell in cells]
+    """Return names of rows: the optimizer, and settings that tell rows apart."""
+    named = [_text(row.settings["optimizer.name"]) for row in compared]
+    for key in {**SHOWN, **compared[0].settings}:
+        heading = SHOWN.get(key, key.rpartition(".")[2])
+        longer = [
+            f"{name} {heading} {_text(row.settings.get(key))}"
+            for name, row in zip(named, compared, strict=True)
+        ]
+        if len(set(longer)) > len(set(named)):
+            named = longer
     return named
 
 
@@ -589,7 +598,7 @@ def in_columns(columns: Columns, width: int) -> str:
     if common:
         lines.insert(0, f"all rows: {common}")
     settings = zip(columns["optimizer"], columns["lr"], columns.get(OTHERS, []), strict=False)
-    for optimizer, lr, other in settings:
+    for optimizer, lr, other in dict.fromkeys(settings):
         if other:
             lines += textwrap.wrap(f"{optimizer} {lr}: {other}", width, subsequent_indent="  ")
     return "\n".join(lines)

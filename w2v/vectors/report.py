@@ -45,6 +45,7 @@ LOWER_IS_BETTER = {"loss", "held-out loss", "seconds", "host MiB", "GPU MiB"}
 GREY = "#808890"
 COLORS = ("#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8 #a8632a #6b7a90").split()
 DASHES = ("solid", "dash", "dot")  # after all colors
+ROWS = {"autorange": "reversed", "automargin": True}  # the vertical axis of bars
 MAPS = 4  # of the best rows
 MAP_WORDS = 10_000  # the most frequent ones
 LANDMARKS = 1000  # words that t-SNE places; the others are placed among them: 2 s in place of 30
@@ -242,37 +243,29 @@ def _scores(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     bars = sum(len(trace["x"]) for trace in traces)
     if not bars:
         return {}
+    layout = {"barmode": "group", "height": 150 + 18 * bars}
     xaxis = {"title": {"text": "% right, 100 x correlation; 95 % intervals"}}
-    layout = {"barmode": "group", "height": 150 + 18 * bars, "xaxis": xaxis}
-    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
-    return {"data": traces, "layout": layout}
+    return {"data": traces, "layout": layout | {"xaxis": xaxis, "yaxis": ROWS}}
 
 
 def _phases(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     """Return plotly's bars of the recorded seconds of phases, or {}."""
-    taken: dict[str, dict[str, float]] = {}  # means over seeds by phase and row
+    taken = {}
     for name, row in zip(names, rows, strict=True):
-        lines = [line for run in row.runs for line in run.metrics if line["phase"]]
-        for line in lines:
-            seconds = (line["seconds"] or 0) / len(row.runs)
-            of_rows = taken.setdefault(line["phase"], {})
-            of_rows[name] = of_rows.get(name, 0) + seconds
-    if not taken:
+        lines = [line for line in row.runs[0].metrics if line["phase"]]
+        if lines:
+            taken[_text(name)] = {line["phase"]: line["seconds"] or 0 for line in lines}
+    phases = dict.fromkeys(phase for of_row in taken.values() for phase in of_row)
+    traces = []
+    for phase in phases:
+        seconds = [of_row.get(phase, 0) for of_row in taken.values()]
+        bar = {"type": "bar", "orientation": "h", "name": _text(phase)}
+        traces.append(bar | {"x": seconds, "y": list(taken)})
+    if not traces:
         return {}
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": _text(phase),
-            "y": list(map(_text, of_rows)),
-            "x": list(of_rows.values()),
-        }
-        for phase, of_rows in taken.items()
-    ]
     layout = {"barmode": "stack", "showlegend": True, "height": 200 + 30 * len(names)}
-    layout["xaxis"] = {"title": {"text": "seconds of the command"}}
-    layout["yaxis"] = {"autorange": "reversed", "automargin": True}
-    return {"data": traces, "layout": layout}
+    xaxis = {"title": {"text": "seconds of the command"}}
+    return {"data": traces, "layout": layout | {"xaxis": xaxis, "yaxis": ROWS}}
 
 
 def _maps(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -151,7 +151,10 @@ def test_all_words_are_found_with_vectors_places_and_groups(page, monkeypatch):
         assert [WORDS[row] for row in np.argsort(-cosines)[1:6]] == [name for name, _ in near]
         assert np.sort(cosines)[-6:-1][::-1] == pytest.approx([c for _, c in near], abs=0.01)
     monkeypatch.setattr(report, "NEIGHBOR_BYTES", 80)
+    (placeless,) = words_of(report.write([page.parent], page, with_map=False))
     (found,) = words_of(report.write([page.parent], page))
+    places = {"x": [], "y": [], "groups": []}
+    assert placeless == found | places != found
     assert found["words"].split("\n") == WORDS and len(b64decode(found["bytes"])) == 80
 
 

@@ -69,11 +69,11 @@ def run(options: argparse.Namespace) -> int | None:
 
 
 def write_report(folder: Path) -> None:
-    """Write the page of a run, unless plotly is missing."""
+    """Write the page of a run without its map, unless plotly is missing."""
     from w2v.vectors import report
 
     try:
-        console.log.log(console.RESULTS, f"report       {report.write([folder])}")
+        console.log.log(console.RESULTS, f"report       {report.write([folder], with_map=False)}")
     except report.ReportError as error:
         console.log.log(console.RESULTS, f"no report    {error}")
 

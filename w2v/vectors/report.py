@@ -67,23 +67,25 @@ class ReportError(ValueError):
     """A page or map that cannot be made; one line with the remedy."""
 
 
-def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
+def write(paths: Iterable[str | Path], to: str | Path | None = None, with_map: bool = True) -> Path:
     """Write the page and return its path.
 
     Args:
         paths: Run folders, folders of run folders, or "latest"; runs may be unfinished.
         to: The file, or a folder for report.html; by default in the run folder, or beside
             several runs in the folder "pictures".
+        with_map: Whether words have places on a map, which takes seconds.
     """
     folders = runs.find_all(paths, "metrics.jsonl")
     file = runs.picture_path(folders, "report.html", to)
     shared = file.parent
     if to is None:
         shared = folders[0].parent
-    return write_page(Comparison.of([runs.read(folder) for folder in folders]), file, shared)
+    compared = Comparison.of([runs.read(folder) for folder in folders])
+    return write_page(compared, file, shared, with_map)
 
 
-def write_page(compared: Comparison, file: Path, shared: Path) -> Path:
+def write_page(compared: Comparison, file: Path, shared: Path, with_map: bool = True) -> Path:
     """Write the page of runs, and plotly's script into `shared`."""
     script = _script()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def write_page(compared: Comparison, file: Path, shared: Path) -> Path:
             shutil.copyfile(script, part)
     rows, names = compared.rows, compared.names
     corpora = sorted({row.settings["corpus.path"] for row in rows})
-    maps = _maps(rows, names)
+    maps = _maps(rows, names, with_map)
     words = file.with_suffix(".js")
     if maps:
         atomic_write(words, f"showWords({json.dumps(maps, separators=(',', ':'))});\n")
@@ -268,8 +270,8 @@ def _phases(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     return {"data": traces, "layout": layout | {"xaxis": xaxis, "yaxis": ROWS}}
 
 
-def _maps(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return words, vectors and places of a run of each of the best rows."""
+def _maps(rows: Sequence[Row], names: Sequence[str], with_map: bool) -> list[dict[str, Any]]:
+    """Return words, vectors and, if wanted, places of a run of each of the best rows."""
     saved: dict[str, Path] = {}  # folders by the name of the row
     for name, row in zip(names, rows, strict=True):
         with_vectors = [run.folder for run in row.runs if (run.folder / "vectors.kv").exists()]
@@ -287,12 +289,12 @@ def _maps(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
         bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
         entry = {"name": name, "run": str(folder), "dim": dim}
         entry |= {"words": "\n".join(kv.index_to_key), "bytes": b64encode(bytes_ND).decode()}
-        try:
-            places_N2, group_N = project(wide_ND[:MAP_WORDS])
-            places = [[float(f"{place:.4g}") for place in column] for column in places_N2.T]
-            entry |= {"x": places[0], "y": places[1], "groups": group_N.tolist()}
-        except ReportError:  # too few words
-            entry |= {"x": [], "y": [], "groups": []}
+        entry |= {"x": [], "y": [], "groups": []}
+        with contextlib.suppress(ReportError):  # of too few words
+            if with_map:
+                places_N2, group_N = project(wide_ND[:MAP_WORDS])
+                places = [[float(f"{place:.4g}") for place in column] for column in places_N2.T]
+                entry |= {"x": places[0], "y": places[1], "groups": group_N.tolist()}
         maps.append(entry)
     return maps
 

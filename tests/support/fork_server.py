@@ -39,9 +39,10 @@ from tests.support.tiny import tiny_arguments
 from w2v.api import commands
 from w2v.distributed import launcher
 from w2v.text import encode
-from w2v.training import build, metrics, plan, run_folder, step, trainer
+from w2v.training import build, metrics, plan, run_folder, trainer
 from w2v.vectors import evaluate as scores
 from w2v.vectors import export
+from w2v.word2vec import step
 
 # Loaded for the programs.
 LOADED = gensim.models, numpy, safetensors, scipy.stats, smart_open, commands, encode

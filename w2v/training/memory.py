@@ -20,7 +20,6 @@ import torch
 
 from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.rows.checkpoint_files import FILE_BYTES
 from w2v.rows.launch import cuda_runtime
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import ALIGNMENT, CPU_ALIGNMENT, pinning_is_limited, record_width
@@ -316,10 +315,7 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Bytes of CPU memory for copies of the tables.
-
-        Copied files are written while training goes on: as many are copied as fit.
-        """
+        """Bytes of CPU memory for a copy of the table, written while training goes on."""
         tables = self.table_bytes
         if not self.config.run.checkpoint_minutes or self.is_small:
             return 0
@@ -327,9 +323,7 @@ class Plan:
         if self.config.transfer.table_dir:
             needs += tables  # for the file cache, which makes tables in files fast
         room = self.free["host"] * (1 - SPARE) - needs
-        if room >= tables:
-            return tables
-        return max(0, int(room) // FILE_BYTES * FILE_BYTES)
+        return tables if room >= tables else 0
 
     @property
     def is_small(self) -> bool:

@@ -391,9 +391,8 @@ def _describe_saving(plan: Plan) -> str:
     if not run.checkpoint_minutes:
         end = "when training is over" if run.final_checkpoint else "if a signal ends training"
         return f"one checkpoint, {end}"
-    tables, copies = plan.table_bytes, plan.copies
-    if copies == tables:
+    if plan.copies:
         return "checkpoints are written while training goes on, from a copy of the tables"
-    room = f"memory has room to copy {format_bytes(copies)} of {format_bytes(tables)}"
+    room = f"memory has no room for a copy of {format_bytes(plan.table_bytes)}"
     why = "small tables are written faster than copied" if plan.is_small else room
     return f"checkpoints are written while training waits: {why}"

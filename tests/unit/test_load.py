@@ -1,18 +1,32 @@
 """Vectors are found; files that are no vectors are refused."""
 
+import bz2
+import gzip
+import lzma
 import os
 import pickle
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from gensim.models import Word2Vec
+from gensim.models import Doc2Vec, FastText, KeyedVectors, Word2Vec
+from gensim.models.doc2vec import TaggedDocument
 from gensim.utils import SaveLoad
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from w2v.vectors import export, load
 from w2v.vectors.load import VectorsError
 from w2v.vectors.runs import RunError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 
 def test_find_takes_a_folder_a_file_or_latest(tmp_path, monkeypatch):
@@ -26,8 +40,8 @@ def test_find_takes_a_folder_a_file_or_latest(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="onee does not exist; did you mean .*one"):
         load.find(tmp_path / "runs" / "onee")
     (folder / "notes.md").write_text("x")
-    with pytest.raises(VectorsError, match="notes.md is not a vectors file; .* .kv .bin .txt .vec"):
-        load.find(folder / "notes.md")
+    with pytest.raises(VectorsError, match="notes.md is text, not vectors: .*; .* w2v train .*.md"):
+        load.load(folder / "notes.md")
 
 
 @pytest.mark.parametrize("suffix", [".kv", ".bin", ".txt", ".vec"])
@@ -53,7 +67,7 @@ def test_other_content_is_refused_in_one_line(tmp_path, suffix, content):
 def test_a_whole_model_is_not_keyed_vectors(tmp_path):
     model = Word2Vec([["a", "b"]] * 5, vector_size=4, min_count=1, epochs=1)
     SaveLoad.save(model, str(tmp_path / "model.kv"))
-    with pytest.raises(VectorsError, match="it names .*Word2Vec.* save the .wv of a gensim model"):
+    with pytest.raises(VectorsError, match="names .*Word2Vec.* save the .wv of a gensim model"):
         load.load(tmp_path / "model.kv")
 
 
@@ -77,7 +91,7 @@ def test_vectors_whose_parts_do_not_match_are_refused(tmp_path, damage):
     kv = kv_of(["the", "paris"], np.eye(2))
     damage(kv)
     kv.save(str(tmp_path / "x.kv"))
-    with pytest.raises(VectorsError, match="or is damaged"):
+    with pytest.raises(VectorsError, match="x.kv cannot be read as vectors"):
         load.load(tmp_path / "x.kv")
 
 
@@ -95,10 +109,174 @@ def test_the_first_vector_of_a_repeated_word_is_kept(tmp_path, caplog, suffix):
     assert load.load_words(tmp_path / "again").index_to_key == kv.index_to_key
 
 
-def test_vectors_without_a_header_are_named(tmp_path):
-    (tmp_path / "glove.txt").write_text("the 0.1 0.2\nof 0.3 0.4\n")
-    with pytest.raises(VectorsError, match="first line is not two numbers; .* GloVe"):
-        load.load(tmp_path / "glove.txt")
+TEXT = b"3 2\nthe 0.5 -2\nof 1e-3 4\nnew york 1 2\n"
+GLOVE = TEXT.partition(b"\n")[2]
+READ = [[0.5, -2], [1e-3, 4], [1, 2]]
+PACKERS = [gzip.compress, bz2.compress, lzma.compress, zstd.compress]
+
+
+@each_case(
+    "content",
+    [
+        TEXT,
+        GLOVE,
+        b"\xef\xbb\xbf" + TEXT,
+        b"\xef\xbb\xbf" + GLOVE,
+        TEXT.replace(b"\n", b"\r\n"),
+        TEXT.replace(b"\n", b" \n"),  # as word2vec.c and fastText write
+        GLOVE[:-1],
+        TEXT + b"\n\n",
+        b"the\t0.5\t-2\nof\t1e-3 4\nnew york\t1 2\n",
+        *(pack(TEXT) for pack in PACKERS),
+        *(pack(GLOVE) for pack in PACKERS),
+    ],
+)
+@pytest.mark.parametrize("name", ["x.txt", "x.emb", "x.bin", "x.gz", "vectors"])
+def test_text_is_read_whatever_its_name_says(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    words = load.load_words(tmp_path / name)
+    assert words.index_to_key == ["the", "of", "new york"]
+    assert np.array_equal(words.vectors, np.array(READ, np.float32))
+
+
+@each_case("pack", [bytes, *PACKERS])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("name", ["x.bin", "x.txt", "x.bin.gz"])
+def test_binary_is_read_whatever_its_name_says(tmp_path, name, end, pack):
+    rows = np.random.default_rng(1).normal(size=(3, 40)).astype("<f4")
+    words = ["the", "Zürich", "中"]
+    records = [
+        word.encode() + b" " + row.tobytes() + end for word, row in zip(words, rows, strict=True)
+    ]
+    (tmp_path / name).write_bytes(pack(b"3 40\n" + b"".join(records)))
+    found = load.load_words(tmp_path / name)
+    assert found.index_to_key == words and np.array_equal(found.vectors, rows)
+
+
+def test_words_may_hold_spaces_and_numbers(tmp_path):
+    text = b". . . 1 2\nat name@x.com 3 4\n1 2 5 6\n7 7 8\nnan 9 10\n 11 12\n"
+    (tmp_path / "glove.txt").write_bytes(text)
+    words = load.load_words(tmp_path / "glove.txt")
+    assert words.index_to_key == [". . .", "at name@x.com", "1 2", "7", "nan", ""]
+    assert np.array_equal(words.vectors, np.arange(1, 13).reshape(6, 2))
+
+
+def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path, caplog):
+    (tmp_path / "x.txt").write_bytes("2 1\ncafé 1\nok 2\n".encode("latin1"))
+    assert load.load_words(tmp_path / "x.txt").index_to_key == ["caf\ufffd", "ok"]
+    assert "words that are not UTF-8 in" in caplog.text and ": 1;" in caplog.text
+
+
+@each_case(
+    ("content", "message"),
+    [
+        (b"10 2\na 1 2\nb 3 4\n", "header says 10 words of 2 dimensions, the file has 2"),
+        (b"2 3\na 1 2\nb 3 4\n", "line 2 ends in 2 numbers, but the header says 2 words of 3"),
+        (b"2 1\na 1 2\nb 3 4\n", "header says 2 words of 1 dimensions, lines end in 2 numbers"),
+        (b"2 2\na 1 2\nb 3 x\n", "line 3 ends in 0 numbers"),
+        (b"a 1 2\n\nb 3\nc 1 2\n", "line 3 ends in 1 numbers, but most lines in 2"),
+        (b"1 2\na 1e39 2\n", "line 2 has a number above"),
+        (b"9 4\nthe " + bytes(16), "header says 9 words of 4 dimensions, the file has 1"),
+        (b"9000000000000 4\nthe " + bytes(16), "the file has 1"),
+        (b"9 9000000000000\nthe " + bytes(16), "header says 9 words of 9,000,000,000,000"),
+        (b"the,0.1,0.2\nof,0.3,0.4\n", "is text, not vectors: its lines do not end in numbers"),
+        (b"GIF89a\0\0\0\0", "in none of the formats"),
+        ("the 1 2\n".encode("utf-16"), "is UTF-16 text"),
+        (b"\xba\x16\x4f\x2f\x0c\0\0\0", "is a model of fastText"),
+        (b"PK\3\4", "is a zip archive"),
+        (pickle.dumps([{"the": 1}]), "is a pickle of other objects than KeyedVectors"),
+        (pickle.dumps(Path("x")), "names pathlib.*, which could run any code"),
+    ],
+)
+def test_errors_say_what_was_found_and_expected(tmp_path, content, message):
+    (tmp_path / "x.vec").write_bytes(content)
+    with pytest.raises(VectorsError, match=message) as caught:
+        load.load(tmp_path / "x.vec")
+    assert "damaged" not in str(caught.value)
+
+
+def test_more_words_than_the_header_says_are_left_out(tmp_path, caplog):
+    (tmp_path / "x.txt").write_bytes(b"1 2\na 1 2\nb 3 4\n")
+    assert load.load_words(tmp_path / "x.txt").index_to_key == ["a"]
+    assert "header says 1 words of 2 dimensions, but there are more" in caplog.text
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+SPACES = st.characters(codec="utf-8", exclude_categories=["Zs", "Zl", "Zp", "Cc", "Cs"])
+
+
+@given(data=st.data(), binary=st.booleans())
+def test_files_that_gensim_reads_are_read_alike(tmp_path_factory, data, binary):
+    words = data.draw(st.lists(st.text(SPACES, min_size=1), min_size=1, unique=True))
+    dim = data.draw(st.integers(1, 5))
+    rows = data.draw(arrays(np.float32, (len(words), dim), elements=FLOATS))
+    path = tmp_path_factory.mktemp("any") / f"x.{'bin' if binary else 'txt'}"
+    kv_of(words, rows).save_word2vec_format(path, binary=binary)
+    expected = KeyedVectors.load_word2vec_format(path, binary=binary)
+    found = load.load(path)
+    assert found.index_to_key == expected.index_to_key == words
+    assert found.vectors.tobytes() == expected.vectors.tobytes()
+    assert np.array_equal(found.expandos["count"], expected.expandos["count"])
+    if not binary:  # GloVe's
+        path.write_bytes(path.read_bytes().partition(b"\n")[2])
+        expected = KeyedVectors.load_word2vec_format(path, no_header=True)
+        assert load.load_words(path).vectors.tobytes() == expected.vectors.tobytes()
+
+
+@each_case(
+    "keys",
+    [
+        [1, 20, 300],
+        [np.int64(1), np.float32(2.5), 3],
+        [np.str_("Zürich"), "b", "c"],
+        [b"x", "y", "z"],
+        [(1, "a"), 2, 3],
+    ],
+)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_keys_that_are_no_text_become_text(tmp_path, keys, protocol):
+    model = Word2Vec([keys] * 9, vector_size=4, min_count=1, epochs=1)
+    model.wv.save(str(tmp_path / "x.kv"), pickle_protocol=protocol)
+    found = load.load_words(tmp_path / "x.kv")
+    assert found.index_to_key == [str(key) for key in model.wv.index_to_key]
+    assert np.array_equal(found.vectors, model.wv.vectors)
+
+
+def test_keys_of_equal_text_are_repeated_words(tmp_path, caplog):
+    kv_of([1, "1", 2], np.eye(3)).save(str(tmp_path / "x.kv"))
+    words = load.load_words(tmp_path / "x.kv")
+    assert words.index_to_key == ["1", "2"] and np.array_equal(words.vectors, np.eye(3)[[0, 2]])
+    assert "repeated words" in caplog.text
+
+
+SENTENCES = [["a", "b", "Zürich"], ["b", "c", "c"]] * 9
+
+
+@pytest.mark.parametrize("apart", [[], ["vectors_vocab", "vectors_ngrams"]])
+@pytest.mark.parametrize("bucket", [0, 50])
+def test_words_of_fasttext_are_loaded(tmp_path, apart, bucket):
+    model = FastText(SENTENCES, vector_size=4, min_count=1, epochs=1, bucket=bucket)
+    model.wv.save(str(tmp_path / "x.kv"), separately=apart)
+    found = load.load_words(tmp_path / "x.kv")
+    assert found.index_to_key == model.wv.index_to_key
+    assert np.array_equal(found.vectors, model.wv.vectors)
+
+
+@each_case("tags", [lambda n: [n], lambda n: [f"d{n}"], lambda n: [n, f"d{n}"]])
+def test_documents_of_doc2vec_are_loaded(tmp_path, tags):
+    documents = [TaggedDocument(words, tags(n)) for n, words in enumerate(SENTENCES)]
+    model = Doc2Vec(documents, vector_size=4, min_count=1, epochs=1)
+    model.dv.save(str(tmp_path / "x.kv"))
+    found = load.load_words(tmp_path / "x.kv")
+    assert found.index_to_key == [str(tag) for tag in model.dv.index_to_key]
+    assert np.array_equal(found.vectors, model.dv.vectors)
+
+
+@pytest.mark.parametrize("apart", [[], ["vectors"]])
+def test_a_packed_kv_is_loaded(tmp_path, apart):
+    kv = kv_of(["the", "paris"], np.eye(2))
+    kv.save(str(tmp_path / "x.kv.gz"), separately=apart)
+    assert np.array_equal(load.load_words(tmp_path / "x.kv.gz").vectors, kv.vectors)
 
 
 @pytest.mark.parametrize("sep_limit", [5, 10**9])
@@ -114,7 +292,7 @@ def test_words_for_queries_are_those_of_keyed_vectors(tmp_path, sep_limit):
     assert type(loaded.vectors) is np.ndarray and loaded.get_vecattr("paris", "count") == 2
     assert np.array_equal(load.load(tmp_path / "x.kv").vectors, np.eye(3))
     (tmp_path / "x.kv").write_bytes(b"damaged")
-    with pytest.raises(VectorsError, match="or is damaged"):
+    with pytest.raises(VectorsError, match="is text, not vectors"):
         load.load_words(tmp_path / "x.kv")
 
 

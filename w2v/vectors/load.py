@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from shlex import quote
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 
@@ -19,15 +23,46 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
+PACKED = {  # first bytes of compressed files, and the ending by which smart_open names the format
+    rb"\x1f\x8b": ".gz",
+    rb"BZh[1-9]1AY&SY": ".bz2",
+    rb"\xfd7zXZ\0": ".xz",
+    rb"\x28\xb5\x2f\xfd": ".zst",
+    rb"\x04\x22\x4d\x18": ".lz4",
+}
+OTHERS = {  # first bytes of files that are known and hold no vectors, or none that are read here
+    b"\xba\x16\x4f\x2f": "is a model of fastText; use the .vec file beside it, or convert it: "
+    "gensim.models.fasttext.load_facebook_vectors(FILE).save('vectors.kv')",
+    b"PK\x03\x04": "is a zip archive; unzip it first",
+    b"\x93NUMPY": "is an array without words; name the .kv file that it belongs to",
+    b"\xff\xfe": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
+}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+HEADER = re.compile(rb"[ \t]*(\d{1,18})[ \t]+(\d{1,18})[ \t]*\r?")  # words and dimensions
+NO_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1f]")
+BLOCK_BYTES = 1 << 20  # read at a time
+LONGEST = 1 << 26  # bytes of a line, or of a word and its vector
+SAMPLE_LINES = 100  # from which the number of dimensions is told
 ARRAY = "vectors.kv.vectors.npy"  # beside vectors.kv, as gensim names it
 VOCAB = "vocab.tsv"
-KEYED_VECTORS = "gensim.models.keyedvectors KeyedVectors"
+FASTTEXT = "gensim.models.fasttext FastTextKeyedVectors"
+KEYED_CLASSES = {
+    "gensim.models.keyedvectors KeyedVectors",
+    FASTTEXT,
+    "gensim.models.keyedvectors Word2VecKeyedVectors",  # of gensim 3
+}
 PICKLED = {  # all names in a pickle of KeyedVectors
-    KEYED_VECTORS,
+    *KEYED_CLASSES,
+    "gensim.models.keyedvectors Vocab",
     "numpy ndarray",
     "numpy dtype",
     "numpy.core.multiarray _reconstruct",
     "numpy._core.multiarray _reconstruct",
+    "numpy.core.multiarray scalar",
+    "numpy._core.multiarray scalar",
+    "numpy.core.numeric _frombuffer",
+    "numpy._core.numeric _frombuffer",
     "_codecs encode",
     "__builtin__ frozenset",
     "builtins frozenset",
@@ -38,6 +73,9 @@ OPCODES = (  # of values, lists and dictionaries
     "SHORT_BINBYTES BINBYTES8 EMPTY_LIST APPEND APPENDS SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 "
     "TUPLE2 TUPLE3 GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD"
 )
+KEYS = (str, int, float, bytes)  # types of words
+AGAIN = "download or export it again"
+SAVE_WV = "save the .wv of a gensim model (of Doc2Vec .dv too): model.wv.save('vectors.kv')"
 CODES = [getattr(pickle, name)[0] for name in OPCODES.split()]
 PythonUnpickler: Any = pickle._Unpickler  # the one in C makes dictionaries of any keys
 KINDS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}  # of arrays
@@ -50,16 +88,6 @@ def find(run: str | Path) -> Path:
     path = Path(run)
     if not path.is_file():
         return runs.find(run, "vectors.kv") / "vectors.kv"
-    if path.suffix not in READABLE:
-        suffixes = f"the suffixes are {' '.join(READABLE)}; of a Word2Vec model, save model.wv"
-        raise VectorsError(f"{run} is not a vectors file; {suffixes}")
-    if path.suffix in (".txt", ".vec"):  # a text to train on is a common mistake
-        with open(path, "rb") as file:
-            first = file.readline(1000).split()
-        if len(first) != 2 or not all(number.isdigit() for number in first):
-            problem = f"{run} is text, not vectors: its first line is not two numbers"
-            remedy = "insert words and dimensions if it is GloVe's, or train on it: w2v train"
-            raise VectorsError(f"{problem}; {remedy} {run}")
     return path
 
 
@@ -95,7 +123,9 @@ def load(run: str | Path) -> KeyedVectors:
     kv.key_to_index = words.key_to_index
     kv.next_index = len(words.index_to_key)
     kv.expandos = words.expandos
-    kv.vectors = np.array(words.vectors)  # in memory, where it can be written
+    kv.vectors = words.vectors
+    if isinstance(kv.vectors, np.memmap):
+        kv.vectors = np.array(kv.vectors)  # in memory, where it can be written
     return kv
 
 
@@ -113,13 +143,12 @@ def load_words(run: str | Path) -> Words:
     if is_run:
         names.append(VOCAB)
     manifest.check(folder, names, sums)
-    problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"
-    with refused(VectorsError, problem, "export it again"):
+    problem = f"{path} cannot be read as vectors"
+    with refused(VectorsError, problem, AGAIN), np.errstate(over="raise"):
         if is_run:
             return _read_run(folder)
-        if path.suffix == ".kv":
-            return _read_kv(path)
-        return _read_word2vec(path)
+        with _unpacked(path) as file:
+            return _read(path, file)
 
 
 def _read_run(folder: Path) -> Words:
@@ -128,58 +157,277 @@ def _read_run(folder: Path) -> Words:
     _, _, text = text.partition("\n")
     cells = text.rstrip("\n").replace("\n", "\t").split("\t")
     counts = np.array(cells[1::2], np.int64)
-    return _checked(cells[::2], _map_rows(folder / ARRAY), {"count": counts})
+    return _checked(folder, cells[::2], _map_rows(folder / ARRAY), {"count": counts})
 
 
-def _read_kv(path: Path) -> Words:
+def _unpacked(path: Path) -> BinaryIO:
+    """Open a file, decompressed if its first bytes are of a packed one."""
+    with open(path, "rb") as file:
+        first = file.read(16)
+    for magic, ending in PACKED.items():
+        if re.match(magic, first):
+            from smart_open import open as open_packed  # takes 50 ms
+
+            return open_packed(path, "rb", compression=ending)
+    return open(path, "rb")
+
+
+def _read(path: Path, file: BinaryIO) -> Words:
+    """Read vectors in the format that the first bytes tell."""
+    head = file.read(BLOCK_BYTES)
+    if not head:
+        raise VectorsError(f"{path} is empty; {AGAIN}")
+    for magic, problem in OTHERS.items():
+        if head.startswith(magic):
+            raise VectorsError(f"{path} {problem}")
+    if head.startswith(pickle.PROTO):
+        file.seek(0)
+        return _read_kv(path, file.read())
+    # At least two lines, of any length.
+    while head.count(b"\n") < 2 and len(head) < LONGEST and (more := file.read(BLOCK_BYTES)):
+        head += more
+    head = head.removeprefix(BYTE_ORDER_MARK)
+    first, _, body = head.partition(b"\n")
+    blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+    if not (header := HEADER.fullmatch(first)):
+        dim = _dimensions(path, head)
+        rows = _text_rows(itertools.chain([head], blocks), dim, 1)
+        return _fill(path, rows, dim, None, f"most lines in {dim:,}")
+    count, dim = map(int, header.groups())
+    says = f"the header says {count:,} words of {dim:,} dimensions"
+    if not count or not 0 < dim <= LONGEST // 4:
+        raise VectorsError(f"{path}: {says}; {AGAIN}")
+    numbers = _numbers_in_lines(body)
+    # Text with a wrong line is not taken for binary vectors, so that the line is named.
+    is_text = not NO_TEXT.search(body) and ".bin" not in path.suffixes
+    rows_in = itertools.chain([body], blocks)
+    if not is_text and (not numbers or numbers[0] < dim):
+        return _fill(path, _binary_rows(rows_in, dim), dim, count, says)
+    # Else the numbers too many would be taken for parts of words with spaces.
+    if numbers and min(numbers) > dim:
+        raise VectorsError(f"{path}: {says}, lines end in {min(numbers):,} numbers; {AGAIN}")
+    return _fill(path, _text_rows(rows_in, dim, 2), dim, count, says)
+
+
+def _dimensions(path: Path, head: bytes) -> int:
+    """Return how many numbers most lines of a text without a header end in."""
+    found = Counter(_numbers_in_lines(head))
+    dim = max(found, key=lambda numbers: (found[numbers], -numbers), default=0)
+    if not dim and NO_TEXT.search(head):
+        known = "gensim's KeyedVectors, word2vec's binary and text, GloVe's text"
+        raise VectorsError(f"{path} is in none of the formats that are read: {known}; {AGAIN}")
+    if not dim:
+        problem = "is text, not vectors: its lines do not end in numbers"
+        raise VectorsError(f"{path} {problem}; to train on it: w2v train {quote(str(path))}")
+    return dim
+
+
+def _numbers_in_lines(text: bytes) -> list[int]:
+    """Return how many numbers each of the first lines ends in, after a word."""
+    lines = text.split(b"\n", SAMPLE_LINES)
+    if len(lines) > 1:
+        lines.pop()  # it is the rest, or empty
+    return [_numbers_at_end(line) for line in lines if line.strip()]
+
+
+def _numbers_at_end(line: bytes) -> int:
+    """Return how many numbers a line ends in; the first field is a word."""
+    fields = line.split()
+    if not line[:1].isspace():
+        fields = fields[1:]
+    numbers = 0
+    for field in reversed(fields):
+        try:
+            float(field)
+        except ValueError:
+            break
+        numbers += 1
+    return numbers
+
+
+Row = tuple[int, bytes, Any]  # the number of its line, the word, the numbers
+
+
+def _text_rows(blocks: Iterator[bytes], dim: int, first_line: int) -> Iterator[Row]:
+    """Yield the rows of a text, split from the right, as words may hold spaces."""
+    for number, line in enumerate(_lines(blocks), first_line):
+        word, *numbers = line.rsplit(None, dim) or [b""]
+        if len(numbers) == dim - 1 and line[:1].isspace():
+            word, numbers = b"", [word, *numbers]
+        if numbers:
+            yield number, word, numbers
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the lines of blocks of bytes."""
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
+        if len(rest) > LONGEST:
+            raise ValueError(f"a line has over {LONGEST:,} bytes")
+    yield rest
+
+
+def _binary_rows(blocks: Iterator[bytes], dim: int) -> Iterator[Row]:
+    """Yield the rows of word2vec's binary format: word, space, float32."""
+    rest = b""
+    for block in blocks:
+        content = rest + block
+        start = 0
+        while 0 <= (space := content.find(b" ", start)) < len(content) - 4 * dim:
+            # word2vec.c ends each vector with a line end, others do not.
+            word = content[start:space].lstrip(b"\n")
+            yield 0, word, np.frombuffer(content, "<f4", dim, space + 1)
+            start = space + 1 + 4 * dim
+        rest = content[start:]
+        if len(rest) > LONGEST + 4 * dim:
+            raise ValueError(f"a word has over {LONGEST:,} bytes")
+
+
+def _fill(path: Path, rows: Iterator[Row], dim: int, count: int | None, says: str) -> Words:
+    """Return the first `count` rows, or all, as an array that grows with them."""
+    # A header may say anything, so no memory is taken for what it says.
+    vectors = np.empty((max(1, BLOCK_BYTES // (4 * dim)), dim), np.float32)
+    words: list[str] = []
+    broken = 0
+    for number, word, row in rows:
+        if len(words) == count:
+            log.warning(f"{path}: {says}, but there are more; they are not read")
+            break
+        if len(words) == len(vectors):
+            vectors.resize((len(vectors) + len(vectors) // 16 + 1, dim), refcheck=False)
+        try:
+            if len(row) < dim:
+                raise ValueError  # NumPy would repeat a single number
+            vectors[len(words)] = row
+        except FloatingPointError:
+            raise VectorsError(f"{path}: line {number:,} has a number above 3.4e38") from None
+        except ValueError:
+            found = _numbers_at_end(b" ".join([word, *row]))
+            problem = f"line {number:,} ends in {found:,} numbers, but {says}"
+            raise VectorsError(f"{path}: {problem}; {AGAIN}") from None
+        try:
+            words.append(word.decode())
+        except UnicodeDecodeError:
+            broken += 1
+            words.append(word.decode(errors="replace"))
+    if len(words) < (count or 1):
+        raise VectorsError(f"{path}: {says}, the file has {len(words):,}; {AGAIN}")
+    vectors.resize((len(words), dim), refcheck=False)
+    if broken:
+        log.warning(f"words that are not UTF-8 in {path}: {broken:,}; U+FFFD replaces the bytes")
+    # Falling, as gensim does: its files are sorted by count.
+    return _checked(path, words, vectors, {"count": np.arange(len(words), 0, -1)})
+
+
+def _read_kv(path: Path, content: bytes) -> Words:
     """Read what KeyedVectors.save has written."""
-    made = Decoder(io.BytesIO(path.read_bytes())).load()
+    decoder = Decoder(io.BytesIO(content))
+    decoder.path = path
+    made = decoder.load()
+    if not isinstance(made, Made) or made.name not in KEYED_CLASSES:
+        raise VectorsError(f"{path} is a pickle of other objects than KeyedVectors; {SAVE_WV}")
     state = made.state
-    if made.name != KEYED_VECTORS:
-        raise ValueError(f"it holds {made.name}")
     if state.get("__scipys") or state.get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
-    # gensim lists the arrays that are in files of their own.
-    if "vectors" in state.get("__numpys", ()):
-        vectors_VD = _map_rows(Path(f"{path}.vectors.npy"))
+
+    def array(name: str) -> np.ndarray:
+        # gensim lists the arrays that are in files of their own.
+        if name in state.get("__numpys", ()):
+            return _map_rows(Path(f"{path}.{name}.npy"))
+        if name not in state:
+            raise ValueError(f"it has no {name}")
+        return _array(state[name])
+
+    keys = state.get("index_to_key", state.get("index2word"))  # gensim 4 and 3
+    words = [_text(key) for key in keys]
+    if made.name == FASTTEXT:
+        vectors_VD = _composed(state, words, array("vectors_vocab"), array("vectors_ngrams"))
     else:
-        vectors_VD = _array(state["vectors"])
-    expandos = {name: _array(column) for name, column in state["expandos"].items()}
-    words = _checked(state["index_to_key"], vectors_VD, expandos)
-    if state["key_to_index"] != words.key_to_index or state["vector_size"] != vectors_VD.shape[1]:
-        raise ValueError("words, their numbers and vectors do not match")
-    return words
+        vectors_VD = array("vectors")
+    expandos = {name: _array(column) for name, column in state.get("expandos", {}).items()}
+    found = _checked(path, words, vectors_VD, expandos)
+    # Documents that gensim's Doc2Vec has numbered are in the list alone.
+    for key, row in state.get("key_to_index", {}).items():
+        if type(row) is not int or row < 0 or words[row] != _text(key):
+            raise ValueError("index_to_key and key_to_index do not match")
+    if state["vector_size"] not in (found.vectors.shape[1], None):
+        raise ValueError(f"vector_size is {state['vector_size']}, vectors {found.vectors.shape}")
+    return found
 
 
-def _read_word2vec(path: Path) -> Words:
-    """Read a file of word2vec; keep the first vector of a repeated word."""
-    from gensim.models import KeyedVectors
+def _text(key: Any) -> str:
+    """Return a key as text: words of a model may be numbers, from NumPy too."""
+    if isinstance(key, Made):
+        if key.name == "_codecs encode":
+            return str(_bytes(key))
+        dtype, content = key.arguments
+        kind = dtype.arguments[0]
+        content = _bytes(content)
+        if kind.startswith("U"):
+            return content.decode("utf-32-le").rstrip("\0")
+        if kind not in KINDS:
+            raise ValueError("a word is neither text nor a number")
+        return str(np.frombuffer(content, np.dtype(kind).newbyteorder(dtype.state[1])).item())
+    _require_plain(key)
+    return str(key)
 
-    kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
-    known = kv.next_index  # gensim has places without a word behind
-    if repeated := len(kv) - known:
-        log.warning(f"repeated words in {path}: {repeated:,}; the first vector of each is kept")
-    expandos = {name: column[:known] for name, column in kv.expandos.items()}
-    if not kv.vectors.size:
-        raise ValueError(f"{len(kv)} words of {kv.vector_size} dimensions")
-    return _checked(kv.index_to_key[:known], kv.vectors[:known], expandos)
+
+def _require_plain(key: Any) -> None:
+    """Raise unless a key is text, a number or a tuple of them."""
+    parts = key if type(key) is tuple else (key,)
+    for part in parts:
+        if type(part) not in KEYS:
+            raise ValueError(f"a word is a {type(part).__name__}, not text")
 
 
-def _checked(words: list[str], vectors: np.ndarray, expandos: Mapping[str, np.ndarray]) -> Words:
-    """Return words and columns; raise `ValueError` if they do not match."""
-    if type(words) is not list or set(map(type, words)) - {str}:
-        raise ValueError("a word is not text")
-    matches = vectors.ndim == 2 and vectors.dtype in (np.float16, np.float32, np.float64)
-    matches &= all(len(column) == len(words) for column in [vectors, *expandos.values()])
-    found = Words(words, vectors, expandos)
-    if not matches or len(found.key_to_index) != len(words):
-        raise ValueError("words, vectors and counts do not match")
+def _composed(
+    state: Mapping[str, Any], words: list[str], words_VD: np.ndarray, ngrams_BD: np.ndarray
+) -> np.ndarray:
+    """Return the vectors of words, of which FastText saves the parts alone."""
+    from gensim.models.fasttext import FastTextKeyedVectors
+
+    if state.get("compatible_hash") is not True:
+        raise ValueError("it has gensim's n-grams before 3.8.1, which no later version reads")
+    sizes = [state[name] for name in ("min_n", "max_n", "bucket")]
+    matches = set(map(type, sizes)) == {int} and min(sizes) >= 0
+    matches &= words_VD.shape == (len(words), ngrams_BD.shape[1]) and len(ngrams_BD) == sizes[2]
+    if not matches:
+        raise ValueError("words, n-grams and their vectors do not match")
+    kv = FastTextKeyedVectors(words_VD.shape[1], *sizes)
+    kv.index_to_key = words
+    kv.vectors_vocab = np.array(words_VD)
+    kv.vectors_ngrams = ngrams_BD
+    kv.recalc_char_ngram_buckets()
+    kv.adjust_vectors()
+    return kv.vectors
+
+
+def _checked(
+    path: Path, words: list[str], vectors: np.ndarray, expandos: Mapping[str, np.ndarray]
+) -> Words:
+    """Return words and columns that match; keep a repeated word's first row."""
+    if vectors.ndim != 2 or vectors.dtype not in (np.float16, np.float32, np.float64):
+        raise ValueError(f"vectors are {vectors.dtype} {list(vectors.shape)}, not rows of floats")
+    for name, column in {"vectors": vectors, **expandos}.items():
+        if len(column) != len(words):
+            raise ValueError(f"{len(words):,} words do not match {len(column):,} {name}")
     "".join(words).encode()  # raises if a word is not valid text
+    found = Words(words, vectors, expandos)
+    if repeated := len(words) - len(found.key_to_index):
+        log.warning(f"repeated words in {path}: {repeated:,}; the first vector of each is kept")
+        first_row = {word: row for row, word in reversed([*enumerate(words)])}
+        rows = sorted(first_row.values())
+        columns = {name: column[rows] for name, column in expandos.items()}
+        return Words([words[row] for row in rows], vectors[rows], columns)
     return found
 
 
 def _map_rows(path: Path) -> np.ndarray:
     """Return the rows of an .npy file, copied where they are written."""
+    if (packed := path.with_suffix(".npz")).is_file():  # beside .kv.gz
+        return np.load(packed, allow_pickle=False)["val"]
     if not path.is_file():  # a FIFO would block
         raise ValueError(f"there is no file {path.name}")
     return np.lib.format.open_memmap(path, mode="c")
@@ -202,12 +450,12 @@ class Made:
 
 
 class Keyed(dict):
-    """Dictionary whose keys are text."""
+    """Dictionary whose keys are text, numbers or `Made`."""
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: Any, value: Any) -> None:
         # As a key, a million tuples in each other would exhaust C's stack.
-        if type(key) is not str:
-            raise ValueError("a key is not a word")
+        if not isinstance(key, Made):
+            _require_plain(key)
         super().__setitem__(key, value)
 
 
@@ -219,22 +467,24 @@ class Decoder(PythonUnpickler):
     exceptions of any kind for other opcodes and names, and for damage.
     """
 
+    path: Path  # for messages
     dispatch: ClassVar = {code: PythonUnpickler.dispatch[code] for code in CODES}
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(Keyed())
     dispatch[pickle.FROZENSET[0]] = PythonUnpickler.load_tuple  # nothing is hashed
+    dispatch[pickle.BYTEARRAY8[0]] = PythonUnpickler.load_binbytes8  # not of any size
 
     def find_class(self, module: str, name: str) -> type[Made]:
         """Return a class whose instances are `Made`; import nothing."""
         called = f"{module} {name}"
         if called not in PICKLED:  # a whole model is a common mistake
-            code = f"it names {module}.{name}, which could run any code"
-            raise ValueError(f"{code}; save the .wv of a gensim model")
+            code = f"{self.path} names {module}.{name}, which could run any code"
+            raise VectorsError(f"{code}; {SAVE_WV}")
         return type(name, (Made,), {"name": called})
 
 
 def _array(made: Made) -> np.ndarray:
     """Return a pickled array: of numbers, or of arrays of numbers."""
-    _, shape, dtype, _, content = made.state
+    _, shape, dtype, _, content = _array_state(made)
     if dtype.arguments[0] != "O8":
         return _numbers(made)
     column = np.empty(len(content), object)
@@ -248,12 +498,11 @@ def _array(made: Made) -> np.ndarray:
 
 def _numbers(made: Made) -> np.ndarray:
     """Return a pickled array of numbers; raise unless its parts match."""
-    _, shape, dtype, in_columns, content = made.state
+    _, shape, dtype, in_columns, content = _array_state(made)
     kind = dtype.arguments[0]
     if kind not in KINDS:
         raise ValueError("an array does not hold numbers")
-    if isinstance(content, Made):  # bytes in protocol 2
-        content = content.arguments[0].encode("latin1")
+    content = _bytes(content)
     order: Literal["C", "F"] = "C"
     if in_columns is True:
         order = "F"
@@ -261,3 +510,18 @@ def _numbers(made: Made) -> np.ndarray:
     if found.nbytes != len(content):
         raise ValueError(f"an array of {len(content):,} bytes does not have its size")
     return found.astype(kind)  # a copy in this machine's byte order, which can be written
+
+
+def _array_state(made: Made) -> tuple[Any, ...]:
+    """Return version, shape, dtype, whether columns are contiguous, and content."""
+    if made.name.endswith(" _frombuffer"):  # protocol 5
+        content, dtype, shape, order = made.arguments
+        return None, shape, dtype, order == "F", content
+    return made.state
+
+
+def _bytes(content: Any) -> bytes:
+    """Return bytes, which protocol 2 writes as text."""
+    if isinstance(content, Made):
+        return content.arguments[0].encode("latin1")
+    return content

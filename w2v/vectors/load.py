@@ -249,7 +249,7 @@ Row = tuple[int, bytes, Any]  # the number of its line, the word, the numbers
 
 
 def _text_rows(blocks: Iterator[bytes], dim: int, first_line: int) -> Iterator[Row]:
-    """Yield the rows of a text, split from the right, as words may hold spaces."""
+    """Yield the rows of a text; words may hold spaces."""
     for number, line in enumerate(_lines(blocks), first_line):
         word, *numbers = line.rsplit(None, dim) or [b""]
         if len(numbers) == dim - 1 and line[:1].isspace():
@@ -513,7 +513,7 @@ def _numbers(made: Made) -> np.ndarray:
 
 
 def _array_state(made: Made) -> tuple[Any, ...]:
-    """Return version, shape, dtype, whether columns are contiguous, and content."""
+    """Return version, shape, dtype, order by columns, and content."""
     if made.name.endswith(" _frombuffer"):  # protocol 5
         content, dtype, shape, order = made.arguments
         return None, shape, dtype, order == "F", content

@@ -184,7 +184,17 @@ class OptimizerConfig(Section):
         holds = 0 <= self.min_lr <= (self.lr or math.inf)  # 0: auto
         self.check("min_lr", holds, f"from 0 to optimizer.lr={self.lr}")
         must_be = "names and values, with a space after each colon"
-        self.check("args", all(map(str.isidentifier, self.args)), must_be)
+        self.check("args", all(str(name).isidentifier() for name in self.args), must_be)
+        # torch takes any text for true, and that of a number, such as 010, for no number.
+        holds = self.name not in OPTIMIZERS or not _holds_text([*self.args.values()])
+        self.check("args", holds, "of numbers, true, false or null, as torch takes no text")
+
+
+def _holds_text(value: Any) -> bool:
+    """Return whether a value of optimizer.args is text, or a list with text."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_text, value))
+    return isinstance(value, str)
 
 
 @dataclass(frozen=True)
@@ -502,6 +512,10 @@ class _TextLoader(yaml.SafeLoader):
         if len(mapping) < len(node.value):
             raise yaml.YAMLError(f"a key is repeated: {', '.join(map(str, mapping))}")
         return mapping
+
+
+for _tag in ("bool", "float", "int", "timestamp"):  # such as !!int 010
+    _TextLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", yaml.SafeLoader.construct_yaml_str)
 
 
 def parse_yaml(content: str | bytes) -> Any:

@@ -186,6 +186,9 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         if near:
             hint = f"did you mean w2v {near}?"
         raise ValueError(f"{name!r} is not a command of w2v; {hint}")
+    if empty := [word for word in arguments if re.fullmatch(r"(--[\w-]+=)?", word)]:
+        problem = f"w2v {name} has an empty argument {empty[0]!r}, such as of an unset variable"
+        raise ValueError(f"{problem}; give a value, or leave it out")
     parser = make_parser(name)
     refuse_unknown_options(parser, name, arguments)
     return parser.parse_intermixed_args(arguments)

@@ -207,8 +207,6 @@ def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks:
 
 def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[str]]:
     """Return the config of a run, and the files and assignments that gave it."""
-    if options.resume == "":  # such as of an empty variable: not a new run
-        raise ConfigError("--resume '' names no run; name its folder, or latest")
     files, assignments = sort_settings(options.settings)
     config = load_config(files, assignments)
     if config.run.tensorboard and find_spec("tensorboard") is None:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import random
 import re
 import subprocess
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support.each_case import each_case
 from tests.support.small_text import record_calls
 from w2v import Word2Vec
-from w2v.config import OPTIMIZERS, load_config
+from w2v.config import OPTIMIZERS, ConfigError, load_config
 from w2v.rows.optim import RowOptimizer
 from w2v.text.vocab import keep_probabilities
 from w2v.training import plan
@@ -697,6 +698,165 @@ def test_torchs_default_dtype_changes_nothing(model):
     finally:
         torch.set_default_dtype(torch.float32)
     assert np.array_equal(again.wv.vectors, model.wv.vectors)
+
+
+TEXTS = ["the cat sat", "on the mat"]
+
+
+class Frame:
+    """A data frame: iterating gives the names of columns."""
+
+    columns = ("text", "label")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+class Column:
+    """A column of a dataset: a sequence that reads its rows on demand."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@each_case(
+    ("given", "remedy"),
+    [
+        ("file.txt", "corpus_file=FILE"),
+        (Path("file.txt"), "corpus_file=FILE"),
+        (TEXTS, r"sentence 0 is a text \('the cat sat'\), .* \[text.split\(\) for text in"),
+        (np.array(TEXTS, object), "sentence 0 is a text"),
+        ([*sentences(9), "late text"], "sentence 9 is a text"),
+        (Frame(), r"not a Frame; name the column .*\['text'\].str.split\(\)"),
+        ({"text": TEXTS}, "not a dict; name the column"),
+        ([{"text": text} for text in TEXTS], r"is a row of text; .*row\['text'\].split\(\)"),
+        ([*sentences(2), None], "sentence 2 is None, not a list"),
+        ([*sentences(2), float("nan")], "sentence 2 is nan, not a list"),
+        (iter(sentences(9)), r"list_iterator gives .* only once, .* list\(sentences\)"),
+        ((words for words in sentences(9)), "a generator gives its sentences only once"),
+    ],
+)
+def test_what_is_not_lists_of_words_is_refused_with_the_remedy(given, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        Word2Vec(given, epochs=1, **SMALL)
+
+
+def test_texts_are_refused_in_later_calls_too(reloaded):
+    for call in (
+        lambda: reloaded.train(TEXTS, total_examples=2, epochs=1),
+        lambda: reloaded.build_vocab(TEXTS, update=True),
+        lambda: Word2Vec(**SMALL).build_vocab("file.txt"),
+    ):
+        with pytest.raises(TypeError, match="list of words|lists of words"):
+            call()
+
+
+@each_case("kind", [Column, tuple, lambda rows: np.array(rows, object), lambda rows: rows])
+def test_columns_of_lists_are_sentences(kind):
+    rows = sentences(9)
+    found = Word2Vec(kind(rows), epochs=1, **SMALL)
+    assert np.array_equal(found.wv.vectors, Word2Vec(rows, epochs=1, **SMALL).wv.vectors)
+
+
+def test_an_iterator_serves_each_call_that_reads_once(caplog):
+    model = Word2Vec(**SMALL)
+    once = iter(sentences(9))
+    model.build_vocab(once)
+    assert model.train(iter(sentences(9)), total_examples=9, epochs=1)[1] == 72
+    assert model.train(once, total_examples=9, epochs=1) == (0, 0)
+    assert "an iterator is read again; nothing is trained" in caplog.text
+
+
+def trained_from_freq(word_freq, **arguments):
+    model = Word2Vec(**SMALL | {"min_count": 0, "negative": 2} | arguments)
+    model.build_vocab_from_freq(word_freq)
+    model.train(sentences(60), total_examples=60, epochs=2)
+    return model
+
+
+SHARES = {word: 0.01 * (n + 1) for n, word in enumerate(COLORS + NUMBERS)} | {"absent": 0.001}
+
+
+@each_case(
+    "arguments", [{}, {"alpha": 0.025}, {"hs": 1, "negative": 0}, {"ns_exponent": -1}, {"sg": 1}]
+)
+def test_shares_of_a_text_are_counts(arguments):
+    model = trained_from_freq(SHARES, **arguments)
+    assert model.wv.index_to_key == sorted(SHARES, key=SHARES.get, reverse=True)
+    assert model.wv.get_vecattr("five", "count") == SHARES["five"]
+    assert np.isfinite(model.wv.vectors).all() and model.loss_per_pair > 0
+    # Shares mean what counts of the same proportions mean.
+    counts = {word: round(1000 * share) for word, share in SHARES.items()}
+    whole = trained_from_freq(counts, **arguments)
+    assert whole.wv.index_to_key == model.wv.index_to_key
+    assert np.allclose(whole.cum_table, model.cum_table, atol=2) if model.negative else True
+    if "alpha" in arguments:  # else the rate suits the text, or the counts
+        assert np.allclose(whole.wv.vectors, model.wv.vectors, atol=1e-6)
+
+
+@each_case("largest", [2**62, 2**63, 2**70, 1e300, np.uint64(2**63)])
+@pytest.mark.parametrize("hs", [0, 1])
+def test_counts_may_exceed_64_bits(largest, hs):
+    model = trained_from_freq({"red": largest, "one": largest, "two": largest, "blue": 5}, hs=hs)
+    assert model.wv.index_to_key[-1] == "blue"
+    assert np.isfinite(model.wv.vectors).all() and np.isfinite(model.loss_per_pair)
+
+
+@each_case(
+    ("word_freq", "message"),
+    [
+        ({"a": math.nan}, r"word_freq\['a'\]=nan is out of range"),
+        ({"a": math.inf}, r"word_freq\['a'\]=inf is out of range"),
+        ({"a": -1}, r"word_freq\['a'\]=-1 is out of range"),
+        ({"a": "many"}, r"word_freq\['a'\]='many' is not"),
+        ({"a": 1e308, "b": 1e308}, "the sum of word_freq=inf"),
+    ],
+)
+def test_counts_that_are_not_numbers_are_refused(word_freq, message):
+    with pytest.raises(ConfigError, match=message):
+        Word2Vec(**SMALL).build_vocab_from_freq(word_freq)
+
+
+def test_shares_go_with_no_counts(reloaded, caplog):
+    with pytest.raises(ConfigError, match="max_final_vocab takes whole counts"):
+        Word2Vec(max_final_vocab=3, **SMALL).build_vocab_from_freq(SHARES)
+    with pytest.raises(ConfigError, match="update=True adds whole counts"):
+        reloaded.build_vocab_from_freq(SHARES, update=True)
+    with pytest.raises(ConfigError, match="update=True adds whole counts"):
+        trained_from_freq(SHARES).build_vocab(sentences(9), update=True)
+    Word2Vec(**SMALL).build_vocab_from_freq(SHARES)
+    assert "min_count=1 keeps no word; for shares give min_count=0" in caplog.text
+
+
+@each_case("ns_exponent", [0.75, 0, 1, -0.5])
+def test_the_table_of_negatives_is_gensims(model, ns_exponent):
+    theirs = gensim.models.Word2Vec(sentences(), epochs=1, ns_exponent=ns_exponent, min_count=1)
+    ours = Word2Vec(ns_exponent=ns_exponent, **SMALL)
+    ours.build_vocab(sentences())
+    assert ours.cum_table.dtype == theirs.cum_table.dtype
+    assert np.allclose(ours.cum_table, theirs.cum_table, rtol=0, atol=1)
+
+
+def test_numbers_are_taken_without_loss_or_refused():
+    text = dict(vector_size="8", window="2", hs="false", sg="1", sample="1e-3", min_count="1")
+    model = Word2Vec(sentences(9), **SMALL | text)
+    assert (model.vector_size, model.window, model.hs, model.sg) == (8, 2, 0, 1)
+    assert Word2Vec(sentences(9), **SMALL | {"vector_size": np.uint8(8)}).wv.vector_size == 8
+    for name in ("vector_size", "window", "negative", "min_count", "batch_size", "epochs"):
+        with pytest.raises(ConfigError, match=f"^{name}=2.5 is not such a number"):
+            Word2Vec(**SMALL | {name: 2.5})
+        with pytest.raises(ConfigError, match=f"^{name}="):
+            Word2Vec(**SMALL | {name: "many"})
+    with pytest.raises(ConfigError, match="^sample=inf is out of range"):
+        Word2Vec(**SMALL | {"sample": math.inf})
+    with pytest.raises(ConfigError, match="torch takes no text"):
+        Word2Vec(**SMALL | {"optimizer_args": {"amsgrad": "maybe"}})
 
 
 def test_importing_w2v_imports_neither_torch_nor_gensim():

@@ -17,9 +17,10 @@ import operator
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +29,16 @@ from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
-from w2v.config import COMMAND_LINE, CONFIGS, TYPES, Config, ConfigError, load_config, require
+from w2v.config import (
+    BOOLS,
+    COMMAND_LINE,
+    CONFIGS,
+    TYPES,
+    Config,
+    ConfigError,
+    load_config,
+    require,
+)
 from w2v.rows.optim import RowOptimizer, optimizer_name
 from w2v.rows.table import Table
 from w2v.system.process import cores
@@ -39,6 +49,7 @@ from w2v.training import build, plan
 from w2v.training.memory import Machine, explained
 from w2v.training.trainer import TrainingLoop
 from w2v.word2vec import auto
+from w2v.word2vec.sampler import negative_distribution
 from w2v.word2vec.step import TrainingStep
 
 log = logging.getLogger("w2v")
@@ -61,6 +72,7 @@ ARGUMENTS = {  # by key of the config, for messages: the argument that sets it
     "model.architecture=cbow": "sg=0",
 }
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
+WHOLE = "max_final_vocab max_vocab_size min_count null_word sorted_vocab workers".split()
 GENSIM_ARGUMENTS = [*inspect.signature(word2vec.Word2Vec).parameters]
 
 
@@ -151,6 +163,13 @@ class Word2Vec(word2vec.Word2Vec):
         given["alpha"] = self._default_alpha or config.optimizer.lr
         given["min_alpha"] = config.optimizer.min_lr
         given["workers"] = workers or torch.get_num_threads()
+        given.update({name: getattr(config.model, name) for name in MODEL if name != "sample"})
+        for name in WHOLE:
+            if given[name] is not None or name == "min_count":
+                given[name] = _number(int, name, given[name])
+        given["sg"] = _number(bool, "sg", sg)
+        if isinstance(sample, str):
+            given["sample"] = _number(float, "sample", sample)
         # gensim's constructor calls `train` where it is given a text, so it comes last.
         super().__init__(**{name: given[name] for name in GENSIM_ARGUMENTS})
 
@@ -171,6 +190,60 @@ class Word2Vec(word2vec.Word2Vec):
             vars(model).update(device="auto", settings=[], _default_alpha=None, _states={})
         return model
 
+    def build_vocab_from_freq(self, word_freq, *args, **named):
+        """Build the vocabulary from counts of words, or from their shares.
+
+        With shares of a text, such as 0.05, no word is frequent: they need min_count=0.
+        """
+        counts = {}
+        for word, count in dict(word_freq).items():
+            name = f"word_freq[{word!r}]"
+            if number := _number(float, name, count):
+                require(0 < number < math.inf, name, count, "finite and not below 0")
+                counts[word] = number
+        total = sum(counts.values())
+        require(total < math.inf, "the sum of word_freq", total, "finite")
+        if total < 2**63 and all(map(float.is_integer, counts.values())):
+            counts = {word: int(word_freq[word]) for word in counts}
+        else:
+            if self.max_final_vocab is not None:  # gensim would raise min_count above 1
+                raise ConfigError("max_final_vocab takes whole counts; give word_freq fewer words")
+            # gensim sorts by counts as int64, and the last first where they are equal.
+            scale = min(1.0, 2**62 / max(counts.values()))
+            words = sorted(counts, key=counts.__getitem__) if self.sorted_vocab else counts
+            counts = {word: counts[word] * scale for word in words}
+        super().build_vocab_from_freq(counts, *args, **named)
+        if not self.wv.index_to_key:
+            log.warning(f"min_count={self.min_count} keeps no word; for shares give min_count=0")
+
+    def scan_vocab(self, corpus_iterable=None, *args, **named):
+        """Count words as gensim does; raise at what is not a list of words."""
+        if corpus_iterable is not None:
+            corpus_iterable = _sentences(corpus_iterable)
+        return super().scan_vocab(corpus_iterable, *args, **named)
+
+    def make_cum_table(self, domain=2**31 - 1):
+        """Make gensim's table of negatives, which it computes word by word."""
+        self.cum_table = np.zeros(len(self.wv), np.uint32)
+        if len(self.wv):
+            prob_V = negative_distribution(self.wv.expandos["count"], self.ns_exponent)
+            sum_V = np.cumsum(prob_V)
+            self.cum_table = np.round(sum_V / sum_V[-1] * domain).astype(np.uint32)
+
+    def _check_corpus_sanity(self, corpus_iterable=None, corpus_file=None, passes=1):
+        """Refuse what is no text as gensim does, and what is none of sentences."""
+        kind = type(corpus_iterable).__name__
+        if isinstance(corpus_iterable, (str, bytes, PathLike)):
+            problem = f"sentences are lists of words, not a {kind}"
+            raise TypeError(f"{problem}; of a file: corpus_file=FILE, of a text: [text.split()]")
+        if isinstance(corpus_iterable, Mapping) or hasattr(corpus_iterable, "columns"):
+            remedy = "name the column of the text: data['text'].str.split()"
+            raise TypeError(f"sentences are lists of words, not a {kind}; {remedy}")
+        if isinstance(corpus_iterable, Iterator) and passes > 1:
+            once = f"a {kind} gives its sentences only once, and they are read twice"
+            raise TypeError(f"{once}; give a list: list(sentences)")
+        super()._check_corpus_sanity(corpus_iterable, corpus_file, passes)
+
     def prepare_vocab(
         self,
         update=False,
@@ -181,6 +254,9 @@ class Word2Vec(word2vec.Word2Vec):
         dry_run=False,
     ):
         """Choose the words as gensim does; they may be more than before."""
+        counted = self.wv.expandos.get("count", np.zeros(0, np.int64)).dtype
+        if update and (counted.kind == "f" or float in map(type, self.raw_vocab.values())):
+            raise ConfigError("update=True adds whole counts; build a new vocabulary of shares")
         if not (update or dry_run):
             self.wv.vectors = self.wv.vectors[:0]  # gensim would order them as the new words
         return super().prepare_vocab(update, keep_raw_vocab, trim_rule, min_count, sample, dry_run)
@@ -229,7 +305,7 @@ class Word2Vec(word2vec.Word2Vec):
         # As in gensim, words that were added to `wv` after `build_vocab` are not trained.
         size = self._trained_words
         words = self.wv.index_to_key[:size]
-        counts = self.wv.expandos["count"][:size].astype(np.int64)
+        counts = self.wv.expandos["count"][:size]
         config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
         if chosen is not None:
             self._default_alpha = None
@@ -249,15 +325,21 @@ class Word2Vec(word2vec.Word2Vec):
         if corpus_iterable is None:
             corpus_iterable = word2vec.LineSentence(corpus_file)
         counter = itertools.count()  # of sentences
-        counted = (sentence for sentence, _ in zip(corpus_iterable, counter, strict=False))
+        sentences = _sentences(corpus_iterable)
+        counted = (sentence for sentence, _ in zip(sentences, counter, strict=False))
         corpus = None
         try:
             index = {word: row for row, word in enumerate(words)}
             corpus = Corpus.temporary(encode_sentences(counted, index))
             raw_words = corpus.raw_words
+            if counts.dtype.kind == "f":  # shares, or counts of another text
+                counts = counts * (raw_words / counts.sum())
         except NoKnownWords as error:  # gensim does not raise here either
-            log.warning(f"{error}; nothing is trained")
             raw_words = error.raw_words
+            reason = f"no sentence has two known words, of {raw_words:,} words"
+            if not raw_words:
+                reason = "there is no sentence, or an iterator is read again"
+            log.warning(f"{reason}; nothing is trained")
         examples = next(counter)
 
         log_epoch = functools.partial(
@@ -296,14 +378,15 @@ class Word2Vec(word2vec.Word2Vec):
         `given` has the arguments of MODEL; a `sample` of 1 or more is a count, out of `words`.
         """
         for setting in self.settings:
-            if not setting.startswith(tuple(SETTINGS.split())):
+            if not str(setting).startswith(tuple(SETTINGS.split())):
                 raise ConfigError(f"settings: {setting!r} cannot be set here, only {SETTINGS}")
         given = {**given, "sample": _share(given["sample"], words)}
         model = {name: _number(TYPES[f"model.{name}"], name, given[name]) for name in MODEL}
         epochs = _number(operator.index, "epochs", epochs)
+        batch_size = _number(operator.index, "batch_size", self.batch_size or 0)
         seed = secrets.randbits(60) if seed is None else _number(operator.index, "seed", seed)
         min_lr = _number(float, "min_alpha", min_alpha or 0.0)
-        model["architecture"] = ("cbow", "skipgram")[bool(given["sg"])]
+        model["architecture"] = ("cbow", "skipgram")[_number(bool, "sg", given["sg"])]
         with _naming_arguments():
             config = self._base_config(is_auto=alpha is None)
             lr = 0.0  # auto
@@ -316,7 +399,6 @@ class Word2Vec(word2vec.Word2Vec):
             if self.optimizer_args is not None:
                 optimizer = replace(optimizer, args=self.optimizer_args)
             optimizer = replace(optimizer, lr=lr, min_lr=min_lr)
-            batch_size = self.batch_size or 0
             train = replace(config.train, epochs=epochs, seed=seed, batch_size=batch_size)
             model_config = replace(config.model, **model)
             return replace(config, model=model_config, optimizer=optimizer, train=train)
@@ -519,7 +601,7 @@ def _states(table: Table, rows: slice) -> dict[str, Tensor]:
 def _share(sample: float | None, words: float) -> float:
     """Return gensim's `sample` as a share of the words: 1 or more is a count."""
     sample = _number(float, "sample", sample or 0)
-    require(sample >= 0, "sample", sample, "at least 0")
+    require(0 <= sample < math.inf, "sample", sample, "at least 0 and finite")
     if sample < 1:
         return sample
     share = int(sample * (3 + 5**0.5) / 2) / words
@@ -539,9 +621,28 @@ def _naming_arguments() -> Iterator[None]:
         raise
 
 
+def _sentences(sentences: Iterable[Any]) -> Iterator[Any]:
+    """Yield sentences; raise at one that is not a list of words."""
+    for number, sentence in enumerate(sentences):
+        if isinstance(sentence, (str, bytes)):
+            problem = f"sentence {number} is a text ({sentence[:20]!r}), not a list of words"
+            raise TypeError(f"{problem}; split each: [text.split() for text in sentences]")
+        if isinstance(sentence, Mapping):
+            problem = f"sentence {number} is a row of {', '.join(map(str, sentence))}"
+            raise TypeError(f"{problem}; give a column: [row['text'].split() for row in data]")
+        if not isinstance(sentence, Iterable):
+            raise TypeError(f"sentence {number} is {sentence!r}, not a list of words; leave it out")
+        yield sentence
+
+
 def _number(kind: Callable[[Any], Any], name: str, value: Any) -> Any:
-    """Convert an argument to a number as gensim does, from NumPy's too."""
+    """Convert an argument to a number without loss, from text or NumPy's too."""
     try:
-        return kind(value)
-    except (TypeError, ValueError, OverflowError):
+        if kind is bool and isinstance(value, str):
+            return BOOLS[value.lower()]
+        number = kind(value)
+        if kind is int and not isinstance(value, str) and number != value:
+            raise ValueError
+        return number
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name}={value!r} is not such a number as gensim takes") from None

@@ -20,7 +20,7 @@ def make_tree(counts_V: np.ndarray, first_row: int = 0) -> Tree:
 
     Its inner nodes are rows of the output table, from `first_row` on.
     """
-    begin_V, nodes_P, codes_P, depth = _paths(np.asarray(counts_V, np.int64), first_row)
+    begin_V, nodes_P, codes_P, depth = _paths(np.asarray(counts_V), first_row)
     begin_V, nodes_P, codes_P = map(torch.from_numpy, (begin_V, nodes_P, codes_P))
     return Tree(begin_V, nodes_P, codes_P, depth)
 
@@ -30,7 +30,7 @@ def _paths(counts_V, first_row):
     """Join the two rarest nodes until one is left; return a tree's parts."""
     words = len(counts_V)
     nodes = 2 * words - 1  # words, then inner nodes in the order in which they are made
-    count_N = np.zeros(nodes, np.int64)
+    count_N = np.zeros(nodes, counts_V.dtype)
     count_N[:words] = counts_V
     parent_N = np.zeros(nodes, np.int32)
     code_N = np.zeros(nodes, np.uint8)

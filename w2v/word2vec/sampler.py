@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.config import ModelConfig
+from w2v.config import ModelConfig, require
 from w2v.word2vec import cuda, reference
 from w2v.word2vec.batch import (
     Batch,
@@ -333,8 +333,11 @@ def reach(window: int, offsets_S: np.ndarray) -> int:
 
 def negative_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
     """Return the probability of words as negatives, ~ count ** exponent, [V]."""
-    log_V = exponent * np.log(counts_V)
-    weight_V = np.exp(log_V - log_V.max())  # no exponent overflows
+    with np.errstate(all="ignore"):
+        log_V = exponent * np.log(counts_V)
+        weight_V = np.exp(log_V - log_V.max())  # no exponent overflows
+    finite = np.isfinite(weight_V).all()
+    require(finite, "model.ns_exponent", exponent, "below 1e300, and each count above 0")
     return weight_V / weight_V.sum()
 
 

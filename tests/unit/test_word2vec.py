@@ -728,16 +728,16 @@ class Column:
 @each_case(
     ("given", "remedy"),
     [
-        ("file.txt", "corpus_file=FILE"),
-        (Path("file.txt"), "corpus_file=FILE"),
-        (TEXTS, r"sentence 0 is a text \('the cat sat'\), .* \[text.split\(\) for text in"),
-        (np.array(TEXTS, object), "sentence 0 is a text"),
-        ([*sentences(9), "late text"], "sentence 9 is a text"),
-        (Frame(), r"not a Frame; name the column .*\['text'\].str.split\(\)"),
-        ({"text": TEXTS}, "not a dict; name the column"),
-        ([{"text": text} for text in TEXTS], r"is a row of text; .*row\['text'\].split\(\)"),
-        ([*sentences(2), None], "sentence 2 is None, not a list"),
-        ([*sentences(2), float("nan")], "sentence 2 is nan, not a list"),
+        ("file.txt", "sentence 0 of a str is 'f', .* corpus_file=FILE"),
+        (Path("file.txt"), "must be an iterable of lists of strings, got .*file.txt"),
+        (TEXTS, r"is 'the cat sat', not .* \[text.split\(\) for text in texts"),
+        (np.array(TEXTS, object), "sentence 0 of a ndarray is 'the cat sat'"),
+        ([*sentences(9), "late text"], "sentence 9 of a list is 'late text'"),
+        (Frame(), r"sentence 0 of a Frame is 'text', .* table\['text'\].str.split\(\)"),
+        ({"text": TEXTS}, "sentence 0 of a dict is 'text'"),
+        ([{"text": text} for text in TEXTS], r"row\['text'\].split\(\) for row in dataset"),
+        ([*sentences(2), None], "sentence 2 of a list is 'None', not a list"),
+        ([*sentences(2), float("nan")], "sentence 2 of a list is 'nan', not a list"),
         (iter(sentences(9)), r"list_iterator gives .* only once, .* list\(sentences\)"),
         ((words for words in sentences(9)), "a generator gives its sentences only once"),
     ],
@@ -753,7 +753,7 @@ def test_texts_are_refused_in_later_calls_too(reloaded):
         lambda: reloaded.build_vocab(TEXTS, update=True),
         lambda: Word2Vec(**SMALL).build_vocab("file.txt"),
     ):
-        with pytest.raises(TypeError, match="list of words|lists of words"):
+        with pytest.raises(TypeError, match="not a list of words"):
             call()
 
 
@@ -800,7 +800,7 @@ def test_shares_of_a_text_are_counts(arguments):
         assert np.allclose(whole.wv.vectors, model.wv.vectors, atol=1e-6)
 
 
-@each_case("largest", [2**62, 2**63, 2**70, 1e300, np.uint64(2**63)])
+@each_case("largest", [2**62, 2**63, 2**70, 1e308, np.uint64(2**63)])
 @pytest.mark.parametrize("hs", [0, 1])
 def test_counts_may_exceed_64_bits(largest, hs):
     model = trained_from_freq({"red": largest, "one": largest, "two": largest, "blue": 5}, hs=hs)
@@ -815,7 +815,6 @@ def test_counts_may_exceed_64_bits(largest, hs):
         ({"a": math.inf}, r"word_freq\['a'\]=inf is out of range"),
         ({"a": -1}, r"word_freq\['a'\]=-1 is out of range"),
         ({"a": "many"}, r"word_freq\['a'\]='many' is not"),
-        ({"a": 1e308, "b": 1e308}, "the sum of word_freq=inf"),
     ],
 )
 def test_counts_that_are_not_numbers_are_refused(word_freq, message):
@@ -844,7 +843,7 @@ def test_the_table_of_negatives_is_gensims(model, ns_exponent):
 
 
 def test_numbers_are_taken_without_loss_or_refused():
-    text = dict(vector_size="8", window="2", hs="false", sg="1", sample="1e-3", min_count="1")
+    text = dict(vector_size="8", window="2", hs="0", sg="1", sample="1e-3", min_count="1")
     model = Word2Vec(sentences(9), **SMALL | text)
     assert (model.vector_size, model.window, model.hs, model.sg) == (8, 2, 0, 1)
     assert Word2Vec(sentences(9), **SMALL | {"vector_size": np.uint8(8)}).wv.vector_size == 8
@@ -853,6 +852,8 @@ def test_numbers_are_taken_without_loss_or_refused():
             Word2Vec(**SMALL | {name: 2.5})
         with pytest.raises(ConfigError, match=f"^{name}="):
             Word2Vec(**SMALL | {name: "many"})
+    with pytest.raises(ConfigError, match="^hs='False' is not such a number"):
+        Word2Vec(**SMALL | {"hs": "False"})
     with pytest.raises(ConfigError, match="^sample=inf is out of range"):
         Word2Vec(**SMALL | {"sample": math.inf})
     with pytest.raises(ConfigError, match="torch takes no text"):

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,16 +28,7 @@ from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
-from w2v.config import (
-    BOOLS,
-    COMMAND_LINE,
-    CONFIGS,
-    TYPES,
-    Config,
-    ConfigError,
-    load_config,
-    require,
-)
+from w2v.config import COMMAND_LINE, CONFIGS, TYPES, Config, ConfigError, load_config, require
 from w2v.rows.optim import RowOptimizer, optimizer_name
 from w2v.rows.table import Table
 from w2v.system.process import cores
@@ -71,6 +61,10 @@ ARGUMENTS = {  # by key of the config, for messages: the argument that sets it
     **{f"train.{name}": name for name in ("batch_size", "device", "epochs", "seed")},
     "model.architecture=cbow": "sg=0",
 }
+SENTENCES = (  # what to give in place of texts and tables
+    "give [text.split() for text in texts], of a table table['text'].str.split(), of a dataset "
+    "[row['text'].split() for row in dataset], of a file corpus_file=FILE"
+)
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 WHOLE = "max_final_vocab max_vocab_size min_count null_word sorted_vocab workers".split()
 GENSIM_ARGUMENTS = [*inspect.signature(word2vec.Word2Vec).parameters]
@@ -201,9 +195,7 @@ class Word2Vec(word2vec.Word2Vec):
             if number := _number(float, name, count):
                 require(0 < number < math.inf, name, count, "finite and not below 0")
                 counts[word] = number
-        total = sum(counts.values())
-        require(total < math.inf, "the sum of word_freq", total, "finite")
-        if total < 2**63 and all(map(float.is_integer, counts.values())):
+        if all(map(float.is_integer, counts.values())) and sum(counts.values()) < 2**63:
             counts = {word: int(word_freq[word]) for word in counts}
         else:
             if self.max_final_vocab is not None:  # gensim would raise min_count above 1
@@ -231,17 +223,10 @@ class Word2Vec(word2vec.Word2Vec):
             self.cum_table = np.round(sum_V / sum_V[-1] * domain).astype(np.uint32)
 
     def _check_corpus_sanity(self, corpus_iterable=None, corpus_file=None, passes=1):
-        """Refuse what is no text as gensim does, and what is none of sentences."""
-        kind = type(corpus_iterable).__name__
-        if isinstance(corpus_iterable, (str, bytes, PathLike)):
-            problem = f"sentences are lists of words, not a {kind}"
-            raise TypeError(f"{problem}; of a file: corpus_file=FILE, of a text: [text.split()]")
-        if isinstance(corpus_iterable, Mapping) or hasattr(corpus_iterable, "columns"):
-            remedy = "name the column of the text: data['text'].str.split()"
-            raise TypeError(f"sentences are lists of words, not a {kind}; {remedy}")
+        """Refuse what gensim does, and whatever gives its sentences only once."""
         if isinstance(corpus_iterable, Iterator) and passes > 1:
-            once = f"a {kind} gives its sentences only once, and they are read twice"
-            raise TypeError(f"{once}; give a list: list(sentences)")
+            once = f"a {type(corpus_iterable).__name__} gives its sentences only once"
+            raise TypeError(f"{once}, and they are read twice; give a list: list(sentences)")
         super()._check_corpus_sanity(corpus_iterable, corpus_file, passes)
 
     def prepare_vocab(
@@ -624,14 +609,9 @@ def _naming_arguments() -> Iterator[None]:
 def _sentences(sentences: Iterable[Any]) -> Iterator[Any]:
     """Yield sentences; raise at one that is not a list of words."""
     for number, sentence in enumerate(sentences):
-        if isinstance(sentence, (str, bytes)):
-            problem = f"sentence {number} is a text ({sentence[:20]!r}), not a list of words"
-            raise TypeError(f"{problem}; split each: [text.split() for text in sentences]")
-        if isinstance(sentence, Mapping):
-            problem = f"sentence {number} is a row of {', '.join(map(str, sentence))}"
-            raise TypeError(f"{problem}; give a column: [row['text'].split() for row in data]")
-        if not isinstance(sentence, Iterable):
-            raise TypeError(f"sentence {number} is {sentence!r}, not a list of words; leave it out")
+        if isinstance(sentence, (str, bytes, Mapping)) or not isinstance(sentence, Iterable):
+            found = f"sentence {number} of a {type(sentences).__name__} is {str(sentence)[:30]!r}"
+            raise TypeError(f"{found}, not a list of words; {SENTENCES}")
         yield sentence
 
 
@@ -639,10 +619,10 @@ def _number(kind: Callable[[Any], Any], name: str, value: Any) -> Any:
     """Convert an argument to a number without loss, from text or NumPy's too."""
     try:
         if kind is bool and isinstance(value, str):
-            return BOOLS[value.lower()]
+            value = int(value)  # any text is true
         number = kind(value)
         if kind is int and not isinstance(value, str) and number != value:
             raise ValueError
         return number
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name}={value!r} is not such a number as gensim takes") from None

@@ -32,7 +32,7 @@ PACKED = {  # first bytes of compressed files, and the ending by which smart_ope
 }
 OTHERS = {  # first bytes of files that are known and hold no vectors, or none that are read here
     b"\xba\x16\x4f\x2f": "is a model of fastText; use the .vec file beside it, or convert it: "
-    "gensim.models.fasttext.load_facebook_vectors(FILE).save('vectors.kv')",
+    "gensim.models.fasttext.load_facebook_vectors(FILE).save_word2vec_format('vectors.txt')",
     b"PK\x03\x04": "is a zip archive; unzip it first",
     b"\x93NUMPY": "is an array without words; name the .kv file that it belongs to",
     b"\xff\xfe": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
@@ -46,10 +46,8 @@ LONGEST = 1 << 26  # bytes of a line, or of a word and its vector
 SAMPLE_LINES = 100  # from which the number of dimensions is told
 ARRAY = "vectors.kv.vectors.npy"  # beside vectors.kv, as gensim names it
 VOCAB = "vocab.tsv"
-FASTTEXT = "gensim.models.fasttext FastTextKeyedVectors"
 KEYED_CLASSES = {
     "gensim.models.keyedvectors KeyedVectors",
-    FASTTEXT,
     "gensim.models.keyedvectors Word2VecKeyedVectors",  # of gensim 3
 }
 PICKLED = {  # all names in a pickle of KeyedVectors
@@ -75,10 +73,10 @@ OPCODES = (  # of values, lists and dictionaries
 )
 KEYS = (str, int, float, bytes)  # types of words
 AGAIN = "download or export it again"
-SAVE_WV = "save the .wv of a gensim model (of Doc2Vec .dv too): model.wv.save('vectors.kv')"
+SAVE_WV = "save the .wv of a gensim model by .save_word2vec_format('vectors.bin', binary=True)"
 CODES = [getattr(pickle, name)[0] for name in OPCODES.split()]
 PythonUnpickler: Any = pickle._Unpickler  # the one in C makes dictionaries of any keys
-KINDS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}  # of arrays
+KINDS = re.compile("b1|[iu][1248]|f[248]|U[0-9]{1,6}")  # of arrays: numbers, and NumPy's text
 
 log = logging.getLogger("w2v")
 
@@ -175,8 +173,6 @@ def _unpacked(path: Path) -> BinaryIO:
 def _read(path: Path, file: BinaryIO) -> Words:
     """Read vectors in the format that the first bytes tell."""
     head = file.read(BLOCK_BYTES)
-    if not head:
-        raise VectorsError(f"{path} is empty; {AGAIN}")
     for magic, problem in OTHERS.items():
         if head.startswith(magic):
             raise VectorsError(f"{path} {problem}")
@@ -187,35 +183,35 @@ def _read(path: Path, file: BinaryIO) -> Words:
     while head.count(b"\n") < 2 and len(head) < LONGEST and (more := file.read(BLOCK_BYTES)):
         head += more
     head = head.removeprefix(BYTE_ORDER_MARK)
-    first, _, body = head.partition(b"\n")
     blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
-    if not (header := HEADER.fullmatch(first)):
+    first, _, body = head.partition(b"\n")
+    header = HEADER.fullmatch(first)
+    if not header:  # GloVe's text
         dim = _dimensions(path, head)
         rows = _text_rows(itertools.chain([head], blocks), dim, 1)
-        return _fill(path, rows, dim, None, f"most lines in {dim:,}")
+        return _fill(path, rows, dim, None, f"most lines end in {dim:,}")
     count, dim = map(int, header.groups())
     says = f"the header says {count:,} words of {dim:,} dimensions"
     if not count or not 0 < dim <= LONGEST // 4:
-        raise VectorsError(f"{path}: {says}; {AGAIN}")
+        raise ValueError(says)
+    blocks = itertools.chain([body], blocks)
     numbers = _numbers_in_lines(body)
     # Text with a wrong line is not taken for binary vectors, so that the line is named.
-    is_text = not NO_TEXT.search(body) and ".bin" not in path.suffixes
-    rows_in = itertools.chain([body], blocks)
+    is_text = ".bin" not in path.suffixes and not NO_TEXT.search(body)
     if not is_text and (not numbers or numbers[0] < dim):
-        return _fill(path, _binary_rows(rows_in, dim), dim, count, says)
+        return _fill(path, _binary_rows(blocks, dim), dim, count, says)
     # Else the numbers too many would be taken for parts of words with spaces.
     if numbers and min(numbers) > dim:
-        raise VectorsError(f"{path}: {says}, lines end in {min(numbers):,} numbers; {AGAIN}")
-    return _fill(path, _text_rows(rows_in, dim, 2), dim, count, says)
+        raise ValueError(f"{says}, lines end in {min(numbers):,} numbers")
+    return _fill(path, _text_rows(blocks, dim, 2), dim, count, says)
 
 
 def _dimensions(path: Path, head: bytes) -> int:
     """Return how many numbers most lines of a text without a header end in."""
     found = Counter(_numbers_in_lines(head))
     dim = max(found, key=lambda numbers: (found[numbers], -numbers), default=0)
-    if not dim and NO_TEXT.search(head):
-        known = "gensim's KeyedVectors, word2vec's binary and text, GloVe's text"
-        raise VectorsError(f"{path} is in none of the formats that are read: {known}; {AGAIN}")
+    if not dim and (NO_TEXT.search(head) or not head):
+        raise ValueError("it is neither gensim's KeyedVectors nor word2vec's or GloVe's format")
     if not dim:
         problem = "is text, not vectors: its lines do not end in numbers"
         raise VectorsError(f"{path} {problem}; to train on it: w2v train {quote(str(path))}")
@@ -254,7 +250,7 @@ def _text_rows(blocks: Iterator[bytes], dim: int, first_line: int) -> Iterator[R
         word, *numbers = line.rsplit(None, dim) or [b""]
         if len(numbers) == dim - 1 and line[:1].isspace():
             word, numbers = b"", [word, *numbers]
-        if numbers:
+        if line.strip():
             yield number, word, numbers
 
 
@@ -302,18 +298,17 @@ def _fill(path: Path, rows: Iterator[Row], dim: int, count: int | None, says: st
                 raise ValueError  # NumPy would repeat a single number
             vectors[len(words)] = row
         except FloatingPointError:
-            raise VectorsError(f"{path}: line {number:,} has a number above 3.4e38") from None
+            raise ValueError(f"line {number:,} has a number above 3.4e38") from None
         except ValueError:
             found = _numbers_at_end(b" ".join([word, *row]))
-            problem = f"line {number:,} ends in {found:,} numbers, but {says}"
-            raise VectorsError(f"{path}: {problem}; {AGAIN}") from None
+            raise ValueError(f"line {number:,} ends in {found:,} numbers, but {says}") from None
         try:
             words.append(word.decode())
         except UnicodeDecodeError:
             broken += 1
             words.append(word.decode(errors="replace"))
     if len(words) < (count or 1):
-        raise VectorsError(f"{path}: {says}, the file has {len(words):,}; {AGAIN}")
+        raise ValueError(f"{says}, the file has {len(words):,}")
     vectors.resize((len(words), dim), refcheck=False)
     if broken:
         log.warning(f"words that are not UTF-8 in {path}: {broken:,}; U+FFFD replaces the bytes")
@@ -332,20 +327,13 @@ def _read_kv(path: Path, content: bytes) -> Words:
     if state.get("__scipys") or state.get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
 
-    def array(name: str) -> np.ndarray:
-        # gensim lists the arrays that are in files of their own.
-        if name in state.get("__numpys", ()):
-            return _map_rows(Path(f"{path}.{name}.npy"))
-        if name not in state:
-            raise ValueError(f"it has no {name}")
-        return _array(state[name])
-
+    # gensim lists the arrays that are in files of their own.
+    if "vectors" in state.get("__numpys", ()):
+        vectors_VD = _map_rows(Path(f"{path}.vectors.npy"))
+    else:
+        vectors_VD = _array(state["vectors"])
     keys = state.get("index_to_key", state.get("index2word"))  # gensim 4 and 3
     words = [_text(key) for key in keys]
-    if made.name == FASTTEXT:
-        vectors_VD = _composed(state, words, array("vectors_vocab"), array("vectors_ngrams"))
-    else:
-        vectors_VD = array("vectors")
     expandos = {name: _array(column) for name, column in state.get("expandos", {}).items()}
     found = _checked(path, words, vectors_VD, expandos)
     # Documents that gensim's Doc2Vec has numbered are in the list alone.
@@ -358,50 +346,12 @@ def _read_kv(path: Path, content: bytes) -> Words:
 
 
 def _text(key: Any) -> str:
-    """Return a key as text: words of a model may be numbers, from NumPy too."""
+    """Return a key as text: words may be numbers, from NumPy too."""
     if isinstance(key, Made):
-        if key.name == "_codecs encode":
-            return str(_bytes(key))
-        dtype, content = key.arguments
-        kind = dtype.arguments[0]
-        content = _bytes(content)
-        if kind.startswith("U"):
-            return content.decode("utf-32-le").rstrip("\0")
-        if kind not in KINDS:
-            raise ValueError("a word is neither text nor a number")
-        return str(np.frombuffer(content, np.dtype(kind).newbyteorder(dtype.state[1])).item())
-    _require_plain(key)
+        key = _numbers(key).item()
+    if type(key) not in KEYS:
+        raise ValueError(f"a word is a {type(key).__name__}, not text")
     return str(key)
-
-
-def _require_plain(key: Any) -> None:
-    """Raise unless a key is text, a number or a tuple of them."""
-    parts = key if type(key) is tuple else (key,)
-    for part in parts:
-        if type(part) not in KEYS:
-            raise ValueError(f"a word is a {type(part).__name__}, not text")
-
-
-def _composed(
-    state: Mapping[str, Any], words: list[str], words_VD: np.ndarray, ngrams_BD: np.ndarray
-) -> np.ndarray:
-    """Return the vectors of words, of which FastText saves the parts alone."""
-    from gensim.models.fasttext import FastTextKeyedVectors
-
-    if state.get("compatible_hash") is not True:
-        raise ValueError("it has gensim's n-grams before 3.8.1, which no later version reads")
-    sizes = [state[name] for name in ("min_n", "max_n", "bucket")]
-    matches = set(map(type, sizes)) == {int} and min(sizes) >= 0
-    matches &= words_VD.shape == (len(words), ngrams_BD.shape[1]) and len(ngrams_BD) == sizes[2]
-    if not matches:
-        raise ValueError("words, n-grams and their vectors do not match")
-    kv = FastTextKeyedVectors(words_VD.shape[1], *sizes)
-    kv.index_to_key = words
-    kv.vectors_vocab = np.array(words_VD)
-    kv.vectors_ngrams = ngrams_BD
-    kv.recalc_char_ngram_buckets()
-    kv.adjust_vectors()
-    return kv.vectors
 
 
 def _checked(
@@ -426,8 +376,6 @@ def _checked(
 
 def _map_rows(path: Path) -> np.ndarray:
     """Return the rows of an .npy file, copied where they are written."""
-    if (packed := path.with_suffix(".npz")).is_file():  # beside .kv.gz
-        return np.load(packed, allow_pickle=False)["val"]
     if not path.is_file():  # a FIFO would block
         raise ValueError(f"there is no file {path.name}")
     return np.lib.format.open_memmap(path, mode="c")
@@ -454,21 +402,28 @@ class Keyed(dict):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         # As a key, a million tuples in each other would exhaust C's stack.
-        if not isinstance(key, Made):
-            _require_plain(key)
+        if type(key) not in KEYS and not isinstance(key, Made):
+            raise ValueError(f"a word is a {type(key).__name__}, not text")
         super().__setitem__(key, value)
+
+
+class Dispatch(dict):
+    """Functions by opcode."""
+
+    def __missing__(self, code: int) -> Any:
+        raise ValueError(f"it has opcode {code}, which gensim does not write")
 
 
 class Decoder(PythonUnpickler):
     """Unpickler of plain values; each object becomes a `Made`.
 
     A pickle is a program that may import and call any function. Nothing is called here: opcodes
-    that gensim and NumPy write, in protocols 2 to 4, fill lists and dictionaries. `load` raises
+    that gensim and NumPy write, in protocols 2 to 5, fill lists and dictionaries. `load` raises
     exceptions of any kind for other opcodes and names, and for damage.
     """
 
     path: Path  # for messages
-    dispatch: ClassVar = {code: PythonUnpickler.dispatch[code] for code in CODES}
+    dispatch: ClassVar = Dispatch((code, PythonUnpickler.dispatch[code]) for code in CODES)
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(Keyed())
     dispatch[pickle.FROZENSET[0]] = PythonUnpickler.load_tuple  # nothing is hashed
     dispatch[pickle.BYTEARRAY8[0]] = PythonUnpickler.load_binbytes8  # not of any size
@@ -500,7 +455,7 @@ def _numbers(made: Made) -> np.ndarray:
     """Return a pickled array of numbers; raise unless its parts match."""
     _, shape, dtype, in_columns, content = _array_state(made)
     kind = dtype.arguments[0]
-    if kind not in KINDS:
+    if not KINDS.fullmatch(kind):
         raise ValueError("an array does not hold numbers")
     content = _bytes(content)
     order: Literal["C", "F"] = "C"
@@ -514,6 +469,9 @@ def _numbers(made: Made) -> np.ndarray:
 
 def _array_state(made: Made) -> tuple[Any, ...]:
     """Return version, shape, dtype, order by columns, and content."""
+    if made.name.endswith(" scalar"):
+        dtype, content = made.arguments
+        return None, (), dtype, False, content
     if made.name.endswith(" _frombuffer"):  # protocol 5
         content, dtype, shape, order = made.arguments
         return None, shape, dtype, order == "F", content

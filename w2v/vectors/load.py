@@ -34,9 +34,7 @@ OTHERS = {  # first bytes of files that are known and hold no vectors, or none t
     b"\xba\x16\x4f\x2f": "is a model of fastText; use the .vec file beside it, or convert it: "
     "gensim.models.fasttext.load_facebook_vectors(FILE).save_word2vec_format('vectors.txt')",
     b"PK\x03\x04": "is a zip archive; unzip it first",
-    b"\x93NUMPY": "is an array without words; name the .kv file that it belongs to",
     b"\xff\xfe": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
-    b"\xfe\xff": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
 }
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HEADER = re.compile(rb"[ \t]*(\d{1,18})[ \t]+(\d{1,18})[ \t]*\r?")  # words and dimensions
@@ -179,50 +177,44 @@ def _read(path: Path, file: BinaryIO) -> Words:
     if head.startswith(pickle.PROTO):
         file.seek(0)
         return _read_kv(path, file.read())
-    # At least two lines, of any length.
-    while head.count(b"\n") < 2 and len(head) < LONGEST and (more := file.read(BLOCK_BYTES)):
-        head += more
-    head = head.removeprefix(BYTE_ORDER_MARK)
-    blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+    head = head.removeprefix(BYTE_ORDER_MARK) + file.readline(LONGEST)  # whole lines
     first, _, body = head.partition(b"\n")
     header = HEADER.fullmatch(first)
-    if not header:  # GloVe's text
-        dim = _dimensions(path, head)
-        rows = _text_rows(itertools.chain([head], blocks), dim, 1)
-        return _fill(path, rows, dim, None, f"most lines end in {dim:,}")
+    if not header:
+        return _read_glove(path, head, file)
     count, dim = map(int, header.groups())
     says = f"the header says {count:,} words of {dim:,} dimensions"
     if not count or not 0 < dim <= LONGEST // 4:
         raise ValueError(says)
-    blocks = itertools.chain([body], blocks)
-    numbers = _numbers_in_lines(body)
+    numbers = _numbers_of_lines(body)
     # Text with a wrong line is not taken for binary vectors, so that the line is named.
     is_text = ".bin" not in path.suffixes and not NO_TEXT.search(body)
     if not is_text and (not numbers or numbers[0] < dim):
+        blocks = itertools.chain([body], iter(lambda: file.read(BLOCK_BYTES), b""))
         return _fill(path, _binary_rows(blocks, dim), dim, count, says)
     # Else the numbers too many would be taken for parts of words with spaces.
     if numbers and min(numbers) > dim:
         raise ValueError(f"{says}, lines end in {min(numbers):,} numbers")
-    return _fill(path, _text_rows(blocks, dim, 2), dim, count, says)
+    lines = itertools.chain(io.BytesIO(body), file)
+    return _fill(path, _text_rows(lines, dim, 2), dim, count, says)
 
 
-def _dimensions(path: Path, head: bytes) -> int:
-    """Return how many numbers most lines of a text without a header end in."""
-    found = Counter(_numbers_in_lines(head))
+def _read_glove(path: Path, head: bytes, file: BinaryIO) -> Words:
+    """Read text without a header: most lines tell the number of dimensions."""
+    found = Counter(_numbers_of_lines(head))
     dim = max(found, key=lambda numbers: (found[numbers], -numbers), default=0)
     if not dim and (NO_TEXT.search(head) or not head):
         raise ValueError("it is neither gensim's KeyedVectors nor word2vec's or GloVe's format")
     if not dim:
         problem = "is text, not vectors: its lines do not end in numbers"
         raise VectorsError(f"{path} {problem}; to train on it: w2v train {quote(str(path))}")
-    return dim
+    lines = itertools.chain(io.BytesIO(head), file)
+    return _fill(path, _text_rows(lines, dim, 1), dim, None, f"most lines end in {dim:,}")
 
 
-def _numbers_in_lines(text: bytes) -> list[int]:
+def _numbers_of_lines(text: bytes) -> list[int]:
     """Return how many numbers each of the first lines ends in, after a word."""
-    lines = text.split(b"\n", SAMPLE_LINES)
-    if len(lines) > 1:
-        lines.pop()  # it is the rest, or empty
+    lines = itertools.islice(io.BytesIO(text), SAMPLE_LINES)
     return [_numbers_at_end(line) for line in lines if line.strip()]
 
 
@@ -231,38 +223,25 @@ def _numbers_at_end(line: bytes) -> int:
     fields = line.split()
     if not line[:1].isspace():
         fields = fields[1:]
-    numbers = 0
-    for field in reversed(fields):
+    for place, field in enumerate(reversed(fields)):
         try:
             float(field)
         except ValueError:
-            break
-        numbers += 1
-    return numbers
+            return place
+    return len(fields)
 
 
 Row = tuple[int, bytes, Any]  # the number of its line, the word, the numbers
 
 
-def _text_rows(blocks: Iterator[bytes], dim: int, first_line: int) -> Iterator[Row]:
+def _text_rows(lines: Iterator[bytes], dim: int, first_line: int) -> Iterator[Row]:
     """Yield the rows of a text; words may hold spaces."""
-    for number, line in enumerate(_lines(blocks), first_line):
+    for number, line in enumerate(lines, first_line):
         word, *numbers = line.rsplit(None, dim) or [b""]
         if len(numbers) == dim - 1 and line[:1].isspace():
             word, numbers = b"", [word, *numbers]
         if line.strip():
             yield number, word, numbers
-
-
-def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines of blocks of bytes."""
-    rest = b""
-    for block in blocks:
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-        if len(rest) > LONGEST:
-            raise ValueError(f"a line has over {LONGEST:,} bytes")
-    yield rest
 
 
 def _binary_rows(blocks: Iterator[bytes], dim: int) -> Iterator[Row]:
@@ -326,7 +305,6 @@ def _read_kv(path: Path, content: bytes) -> Words:
     state = made.state
     if state.get("__scipys") or state.get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
-
     # gensim lists the arrays that are in files of their own.
     if "vectors" in state.get("__numpys", ()):
         vectors_VD = _map_rows(Path(f"{path}.vectors.npy"))
@@ -367,8 +345,7 @@ def _checked(
     found = Words(words, vectors, expandos)
     if repeated := len(words) - len(found.key_to_index):
         log.warning(f"repeated words in {path}: {repeated:,}; the first vector of each is kept")
-        first_row = {word: row for row, word in reversed([*enumerate(words)])}
-        rows = sorted(first_row.values())
+        rows = sorted({word: row for row, word in reversed([*enumerate(words)])}.values())
         columns = {name: column[rows] for name, column in expandos.items()}
         return Words([words[row] for row in rows], vectors[rows], columns)
     return found

@@ -136,6 +136,11 @@ def write_texts(folder, lines):
     (folder / "msr.txt").write_text("king man queen woman\n")
     (folder / "mturk287.txt").write_text("king\tqueen\t9\nking\tparis\t1\n")
     (folder / "men.csv.gz").write_bytes(gzip.compress(b"man,woman,50\nman,world,1\n"))
+    rows = "".join(f"{word} {n} 0.5 {n * n}\n" for n, word in enumerate(words))
+    (folder / "glove.840B.300d.txt").write_text(rows)
+    packed = gzip.compress(f"{len(words)} 3\n{rows}".encode())
+    for file in ("cc.de.300.vec.gz", "GoogleNews-vectors-negative300.bin.gz"):
+        (folder / file).write_bytes(packed)
     (folder / "my.yaml").write_text("corpus: {path: my/text.txt}\ntrain: {epochs: 1}\n")
 
 

@@ -129,7 +129,7 @@ def make_parser(name: str) -> Parser:
         add("--help-config", action="store_true", help="print every key, its default and meaning")
     # Commands on the vectors of one run, and on several runs, finished or not.
     if name in ("score", "nn", "analogies", "export", "map"):
-        run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
+        run = "a run folder, latest, or vectors of any program (.kv .bin .txt .vec, also .gz)"
         add("run", metavar="RUN", help=run)
     if name in ("report", "runs", "clean"):
         runs = "a run folder, a folder of run folders, or latest"

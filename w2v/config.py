@@ -140,7 +140,9 @@ class ModelConfig(Section):
     sample: float = key(
         -1.0, "Subsample words above this share (0: off).", auto=-1, at_least=0, below=1
     )
-    ns_exponent: float = key(0.75, "Negatives are drawn in proportion to count ** ns_exponent.")
+    ns_exponent: float = key(
+        0.75, "Negatives are drawn in proportion to count ** ns_exponent.", above=-1000, below=1000
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from tests.support.each_case import each_case
 from tests.support.steps import expand_words
-from w2v.config import ModelConfig
+from w2v.config import ConfigError, ModelConfig
 from w2v.word2vec import cuda, reference
 from w2v.word2vec.batch import BatchSeed, Pool, StepShape
 from w2v.word2vec.cpu import CpuKernels
@@ -67,6 +67,12 @@ def test_negative_distribution(exponent):
 def test_no_exponent_of_negatives_overflows(exponent, row):
     probabilities = negative_distribution(COUNTS, exponent)
     assert probabilities.sum() == 1 and probabilities[row] == 1
+
+
+@each_case("counts", [[1, 0], [0.5, float("nan")]])
+def test_a_distribution_that_is_not_finite_is_refused(counts):
+    with pytest.raises(ConfigError, match="model.ns_exponent=-0.75 is out of range"):
+        negative_distribution(np.array(counts), -0.75)
 
 
 def random_sentences():

@@ -39,7 +39,6 @@ from w2v.training import build, plan
 from w2v.training.memory import Machine, explained
 from w2v.training.trainer import TrainingLoop
 from w2v.word2vec import auto
-from w2v.word2vec.sampler import negative_distribution
 from w2v.word2vec.step import TrainingStep
 
 log = logging.getLogger("w2v")
@@ -213,14 +212,6 @@ class Word2Vec(word2vec.Word2Vec):
         if corpus_iterable is not None:
             corpus_iterable = _sentences(corpus_iterable)
         return super().scan_vocab(corpus_iterable, *args, **named)
-
-    def make_cum_table(self, domain=2**31 - 1):
-        """Make gensim's table of negatives, which it computes word by word."""
-        self.cum_table = np.zeros(len(self.wv), np.uint32)
-        if len(self.wv):
-            prob_V = negative_distribution(self.wv.expandos["count"], self.ns_exponent)
-            sum_V = np.cumsum(prob_V)
-            self.cum_table = np.round(sum_V / sum_V[-1] * domain).astype(np.uint32)
 
     def _check_corpus_sanity(self, corpus_iterable=None, corpus_file=None, passes=1):
         """Refuse what gensim does, and whatever gives its sentences only once."""
@@ -608,6 +599,8 @@ def _naming_arguments() -> Iterator[None]:
 
 def _sentences(sentences: Iterable[Any]) -> Iterator[Any]:
     """Yield sentences; raise at one that is not a list of words."""
+    if hasattr(sentences, "columns"):  # pandas would give their names, polars whole columns
+        raise TypeError(f"a {type(sentences).__name__} is a table, not lists of words; {SENTENCES}")
     for number, sentence in enumerate(sentences):
         if isinstance(sentence, (str, bytes, Mapping)) or not isinstance(sentence, Iterable):
             found = f"sentence {number} of a {type(sentences).__name__} is {str(sentence)[:30]!r}"

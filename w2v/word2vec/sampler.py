@@ -337,7 +337,7 @@ def negative_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
         log_V = exponent * np.log(counts_V)
         weight_V = np.exp(log_V - log_V.max())  # no exponent overflows
     finite = np.isfinite(weight_V).all()
-    require(finite, "model.ns_exponent", exponent, "below 1e300, and each count above 0")
+    require(finite, "model.ns_exponent", exponent, "moderate, and all counts above 0")
     return weight_V / weight_V.sum()
 
 

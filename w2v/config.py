@@ -266,6 +266,7 @@ class RunConfig(Section):
         super().__post_init__()
         must_be = "without slashes, as the folder is created in run.dir"
         require(not {"/", "\0"} & set(self.name), "run.name", repr(self.name), must_be)
+        self.check("dir", self.dir != "", "a folder; . is the present one")
 
 
 @dataclass(frozen=True)

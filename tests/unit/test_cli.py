@@ -132,6 +132,8 @@ MISTAKES = [
     # Vectors.
     ("nn my.txt king", "my.txt is text, not vectors"),
     ("nn fasttext.bin king", "fasttext.bin is a model of fastText; use the .vec file"),
+    ("train my.txt --gpus 100000", "--gpus 100000 is more than one machine has"),
+    ("train my.txt run.dir=", "run.dir= is out of range; it must be a folder"),
     ("map latest --to=", "w2v map has an empty argument '--to='"),
     ("nn nope king", "nope does not exist; name a run, such as latest"),
     ("nn latest -n 3 king", "did you mean --topn"),

@@ -197,6 +197,32 @@ def test_errors_say_what_was_found_and_expected(tmp_path, content, message):
     assert "damaged" not in str(caught.value)
 
 
+PIECES = b"a|b |1|-0.5|1e40|nan| |\t|\n|\r|\0|\x0b|\xff|\xc3\xa4|2 1\n|1 2\n".split(b"|")
+STARTS = [
+    b"",
+    b"2 1\n",
+    b"1 2\n",
+    b"9 9\n",
+    b"\xef\xbb\xbf",
+    b"\x1f\x8b",
+    b"BZh91AY&SY",
+    b"\x80\x04",
+]
+
+
+@given(st.sampled_from(STARTS), st.lists(st.sampled_from(PIECES), max_size=20))
+def test_any_bytes_are_whole_vectors_or_refused_in_one_line(tmp_path_factory, start, pieces):
+    path = tmp_path_factory.mktemp("any") / "x.txt"
+    path.write_bytes(start + b"".join(pieces))
+    try:
+        words = load.load_words(path)
+    except VectorsError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    else:
+        assert len(words.vectors) == len(words.index_to_key) == len(words.key_to_index) > 0
+        assert words.vectors.dtype == np.float32
+
+
 def test_more_words_than_the_header_says_are_left_out(tmp_path, caplog):
     (tmp_path / "x.txt").write_bytes(b"1 2\na 1 2\nb 3 4\n")
     assert load.load_words(tmp_path / "x.txt").index_to_key == ["a"]

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 STDIN = "-"
 SWITCH_SECONDS = 0.0005  # after which a thread that waits for Python gets it
 LONGEST_NAME = 255  # of a file
+MOST_GPUS = 64  # of one machine
 
 
 def run(options: argparse.Namespace) -> int | None:
@@ -55,6 +56,10 @@ def run(options: argparse.Namespace) -> int | None:
             raise ConfigError(f"--threads {options.threads} is more than the {cores()} cores")
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if options.gpus > MOST_GPUS:
+        raise ConfigError(
+            f"--gpus {options.gpus} is more than one machine has, at most {MOST_GPUS}"
+        )
     if options.gpus > 1:
         with launcher.on_all_ranks():
             if launcher.started():

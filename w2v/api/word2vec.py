@@ -602,6 +602,9 @@ def _sentences(sentences: Iterable[Any]) -> Iterator[Any]:
     if hasattr(sentences, "columns"):  # pandas would give their names, polars whole columns
         raise TypeError(f"a {type(sentences).__name__} is a table, not lists of words; {SENTENCES}")
     for number, sentence in enumerate(sentences):
+        if isinstance(sentence, (list, tuple)):  # nearly always; checks of others take longer
+            yield sentence
+            continue
         if isinstance(sentence, (str, bytes, Mapping)) or not isinstance(sentence, Iterable):
             found = f"sentence {number} of a {type(sentences).__name__} is {str(sentence)[:30]!r}"
             raise TypeError(f"{found}, not a list of words; {SENTENCES}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gensim.models import Doc2Vec, FastText, KeyedVectors, Word2Vec
+from gensim.models import Doc2Vec, FastText, KeyedVectors, Word2Vec, keyedvectors
 from gensim.models.doc2vec import TaggedDocument
 from gensim.utils import SaveLoad
 from hypothesis import given
@@ -290,6 +290,26 @@ def test_documents_of_doc2vec_are_loaded(tmp_path, tags):
     found = load.load_words(tmp_path / "x.kv")
     assert found.index_to_key == [str(tag) for tag in model.dv.index_to_key]
     assert np.array_equal(found.vectors, model.dv.vectors)
+
+
+def test_vectors_of_gensim_3_are_loaded(tmp_path, monkeypatch):
+    class Word2VecKeyedVectors:
+        pass
+
+    class Vocab:
+        count = 3
+
+    for made in (Word2VecKeyedVectors, Vocab):  # by these names in its pickles
+        made.__module__, made.__qualname__ = keyedvectors.__name__, made.__name__
+        monkeypatch.setattr(keyedvectors, made.__name__, made, raising=False)
+    kv = Word2VecKeyedVectors()
+    kv.vectors = np.eye(2, dtype=np.float32)
+    kv.vector_size = 2
+    kv.index2word = ["the", "paris"]
+    kv.vocab = {word: Vocab() for word in kv.index2word}
+    (tmp_path / "x.kv").write_bytes(pickle.dumps(kv, 2))
+    words = load.load_words(tmp_path / "x.kv")
+    assert words.index_to_key == ["the", "paris"] and np.array_equal(words.vectors, np.eye(2))
 
 
 def test_a_packed_kv_is_loaded(tmp_path):

@@ -67,7 +67,7 @@ def test_other_content_is_refused_in_one_line(tmp_path, suffix, content):
 def test_a_whole_model_is_not_keyed_vectors(tmp_path):
     model = Word2Vec([["a", "b"]] * 5, vector_size=4, min_count=1, epochs=1)
     SaveLoad.save(model, str(tmp_path / "model.kv"))
-    with pytest.raises(VectorsError, match="names .*Word2Vec.* save the .wv of a gensim model"):
+    with pytest.raises(VectorsError, match="it names .*Word2Vec.* save the .wv of a gensim model"):
         load.load(tmp_path / "model.kv")
 
 

@@ -409,7 +409,7 @@ class Decoder(PythonUnpickler):
         """Return a class whose instances are `Made`; import nothing."""
         called = f"{module} {name}"
         if called not in PICKLED:  # a whole model is a common mistake
-            code = f"{self.path} names {module}.{name}, which could run any code"
+            code = f"{self.path}: it names {module}.{name}, which could run any code"
             raise VectorsError(f"{code}; {SAVE_WV}")
         return type(name, (Made,), {"name": called})
 

@@ -55,9 +55,9 @@ def train_rows(config, storage, steps):
     for rows, grad, lr in steps:
         rows_U = torch.as_tensor(rows, device=device)
         records_UR = torch.empty(len(rows_U), table.width, device=device)
-        link.read(table, rows_U, records_UR)
+        link.read(table.records_VR, rows_U, records_UR)
         optimizer.step_rows(table, records_UR, grad.to(device), None, lr)
-        link.write(table, rows_U, records_UR)
+        link.write(table.records_VR, rows_U, records_UR)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return table

@@ -59,6 +59,8 @@ def key(default: Any, help_: str, auto: float | None = None, **limits: float) ->
     return field(default=default, metadata=metadata)
 
 
+TOKENIZERS = ("auto", "whitespace", "words", "icu")
+CODE = re.compile(r"[\w.]+:[\w.]+")  # module:function
 LARGEST = 2**31  # of integers, as kernels count in int32
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 
@@ -99,16 +101,36 @@ class Section:
 class CorpusConfig(Section):
     """Text to train on."""
 
-    path: str = key("enwiki-sample", "Text or .jsonl file (may be packed), folder, dump or text8.")
-    field: str = key("text", "Field of .jsonl files that holds the text.")
-    tokenize: Literal["auto", "whitespace", "words"] = key(
-        "auto", "Split at white space, or keep letters and numbers in lower case (auto: raw text)."
+    path: tuple[str, ...] = key(
+        ("enwiki-sample",), "Text, table, folder or dump, text8, or a list such as [a.txt, b.csv]."
     )
+    field: str = key("text", "Field or column with the text: JSON, CSV, Parquet, Arrow.")
+    encoding: str = key("utf-8", "Encoding of the text: any of Python's, such as latin-1.")
+    tokenize: str = key("auto", "One of auto, whitespace, words, icu, or your own module:function.")
+    emoji: bool = key(False, "Emoji are words too, where the text is split into words.")
     lowercase: bool = key(False, "Convert the text to lower case.")
     phrases: int = key(0, "Passes that join frequent pairs, such as new_york.", at_least=0)
     phrases_threshold: float = key(10.0, "Score that joins a pair, as gensim's Phrases.", above=0)
     max_sentence_length: int = key(10_000, "Words after which a long line is split.", at_least=2)
     data_dir: str = key("data", "Folder for downloaded corpora and for the word ids of texts.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenize not in TOKENIZERS and not CODE.fullmatch(self.tokenize):
+            near = nearest(self.tokenize, TOKENIZERS)
+            hint = f"; did you mean {near}?" if near else ""
+            known = f"{', '.join(TOKENIZERS)} or module:function"
+            raise ConfigError(f"corpus.tokenize={self.tokenize} is not one of {known}{hint}")
+        try:
+            "".encode(self.encoding)
+        except (LookupError, ValueError):
+            known = "a text encoding that Python knows; write utf-8, latin-1, cp1251, big5, ..."
+            raise ConfigError(f"corpus.encoding={self.encoding} is not {known}") from None
+
+    @property
+    def paths(self) -> str:
+        """The texts in one line, for people."""
+        return ", ".join(self.path)
 
 
 @dataclass(frozen=True)
@@ -304,6 +326,7 @@ TYPE_NAMES = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    tuple[str, ...]: "a text, or a list such as [a.txt, b.txt]",
     dict[str, Any]: "a mapping such as {betas: [0.5, 0.99]}",
     None: "a plain YAML value",  # of an entry of optimizer.args
 }
@@ -347,14 +370,14 @@ def load_config(
     the default optimizer, beside its others.
 
     A name that is imported, such as optimizer.name=package.Class, must be an assignment: a file,
-    such as the config of another's run, may only repeat it. Without `trains`, for a config that is
-    only compared with others, files may have one.
+    such as the config of another's run, may only repeat it. So must corpus.tokenize=module:f.
+    Without `trains`, for a config that is only compared with others, files may have one.
 
     Raises:
         ConfigError: a file cannot be read, a key is unknown, or a value is wrong.
     """
     values: dict[str, Any] = {}
-    named_in = COMMAND_LINE  # where optimizer.name was set last
+    set_in: dict[str, str] = {}  # where a key was set last
     optimizer = None
     sources = [(str(path), [*_read_yaml(find_config(path))]) for path in files]
     for source, entries in [*sources, (COMMAND_LINE, [*map(_parse, assignments)])]:
@@ -367,16 +390,15 @@ def load_config(
                 values.pop(key_name, None)
             entries = [*_shipped(name, given), *entries]
             optimizer = name
-        if "optimizer.name" in given:
-            named_in = source
+        set_in |= dict.fromkeys(given, source)
         for key_name, value in entries:
             _set(values, key_name, value, source)
-    code = values.get("optimizer.name", "")
-    if "." in code and named_in != COMMAND_LINE and trains:
-        remedy = f"add optimizer.name={code} to the command line if you trust it"
-        raise ConfigError(
-            f"optimizer.name={code} (from {named_in}) is code, which would be run; {remedy}"
-        )
+    for key_name, mark in (("optimizer.name", "."), ("corpus.tokenize", ":")):
+        code = values.get(key_name, "")
+        if mark in code and set_in[key_name] != COMMAND_LINE and trains:
+            where = f"{key_name}={code} (from {set_in[key_name]})"
+            remedy = f"add {key_name}={code} to the command line if you trust it"
+            raise ConfigError(f"{where} is code, which would be run; {remedy}")
     given_in = _by_section(values)
     sections = {name: kind(**given_in[name]) for name, kind in SECTIONS.items()}
     return Config(**sections)  # whose ranges are checked
@@ -493,6 +515,8 @@ def _spelled(name: str, value: Any) -> Any:
     """Return a value as it is written, such as `auto`."""
     if name in AUTO and value == AUTO[name]["auto"]:
         return "auto"
+    if isinstance(value, tuple):
+        return list(value) if len(value) > 1 else value[0]
     return value
 
 
@@ -553,7 +577,9 @@ def _parse(assignment: str) -> tuple[str, Any]:
         expected = "not section.key=value, without spaces; see --help-config"
         raise ConfigError(f"{_show(assignment)!r} is {expected}")
     # Text needs no quotes: a path may hold what YAML reads as a comment or a mapping.
-    if TYPES.get(name) is str and text[:1] not in ("'", '"'):
+    kind = TYPES.get(name)
+    is_list = kind is not str and text[:1] + text[-1:] == "[]"
+    if kind in (str, tuple[str, ...]) and not is_list and text[:1] not in ("'", '"'):
         return name, text
     try:
         return name, parse_yaml(text)
@@ -598,6 +624,10 @@ def _convert(hint: Any, value: Any) -> Any:
         return plain_values(value)
     if hint == int | None and value is None:
         return None
+    if hint == tuple[str, ...]:
+        texts = value if isinstance(value, list) else [value]
+        if texts and all(isinstance(text, str) for text in texts):
+            return tuple(texts)
     if isinstance(value, str):
         if hint is str or value in _choices(hint):
             return value

@@ -20,17 +20,22 @@ def read_sentences(files, lowercase=False, tokenize="whitespace", max_sentence_l
         text = re.sub("[\udc80-\udcff]", "\ufffd", text)
         for line in (text.lower() if lowercase else text).split("\n"):
             if tokenize == "words":
-                line = "".join(character if is_part(character) else " " for character in line)
+                line = only_words(line)
             words = line.split()
             for start in range(0, len(words), max_sentence_length):
                 sentences.append(words[start : start + max_sentence_length])
     return sentences
 
 
-def is_part(character):
-    """Return whether a word of raw text may have this character."""
-    is_mark = unicodedata.category(character).startswith("M")
-    return character.isalnum() or character == "_" or is_mark
+def only_words(line):
+    """Replace by spaces what is no part of a word: marks belong to letters."""
+    kept = ""
+    for character in line:
+        is_mark = unicodedata.category(character).startswith("M")
+        after_letter = kept[-1:] not in ("", " ") and kept[-1] not in "0123456789"
+        is_part = after_letter if is_mark else character.isalnum() or character == "_"
+        kept += character if is_part else " "
+    return kept
 
 
 def count(sentences, min_count=1, max_final_vocab=None):

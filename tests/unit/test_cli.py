@@ -193,12 +193,12 @@ def test_arguments_are_texts_configs_or_settings(folder, monkeypatch):
         ["my.txt", "my.yaml", "adam", "train.epochs=3", "empty.txt"]
     )
     assert files == ["my.yaml", "adam"]
-    assert assignments == [f"corpus.path=my.txt{os.pathsep}empty.txt", "train.epochs=3"]
+    assert assignments == ['corpus.path=["my.txt", "empty.txt"]', "train.epochs=3"]
     assert train.sort_settings(["enwiki-sample"]) == ([], ["corpus.path=enwiki-sample"])
     assert train.sort_settings(["-"]) == ([], ["corpus.path=-"])
     monkeypatch.setenv("HOME", str(folder))
     config = load_config([], train.sort_settings(["~/my.txt"])[1])
-    require_source(config.corpus.path, config.corpus.data_dir)
+    require_source(*config.corpus.path, config.corpus.data_dir)
 
 
 def test_standard_input_is_kept_by_its_content(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from tests.support.plain_text import blocks
 from w2v.config import ConfigError, load_config
 from w2v.text import corpus
 from w2v.text.corpus import Corpus, NoKnownWords, open_corpus
-from w2v.text.sources import CorpusError
+from w2v.text.formats import CorpusError
 from w2v.training.plan import open_together
 
 ROOT = Path(__file__).parents[2]

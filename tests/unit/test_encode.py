@@ -17,7 +17,7 @@ from tests.support import plain_text
 from tests.support.each_case import each_case
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import encode
-from w2v.text.sources import CorpusError
+from w2v.text.formats import CorpusError
 from w2v.text.vocab import VocabError
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def check_against_plain(files, folder, workers, how, **limits):
 
 
 LETTERS = ["a", "b", "cd", "A", "é", "É", "İ", "Σ", "語", "😀", "\ufffd", "\ufeff", "long-word-x"]
-LETTERS += ["it's", "e\u0301.", "_x", "\x07", "\U00020000"]
+LETTERS += ["it's", "e\u0301.", "\ufe0f", "1\ufe0f\u20e3", "a1\u0301", "_x", "\x07", "\U00020000"]
 SPACES = [" ", "\n", "\r\n", "\t", "\x0b", "\x1f", "\x85", "\xa0", "\u2028", "\u3000"]
 BROKEN = [b"\xff", b"\xc2", b"\xe2\x80", b"\xed\xa0\x80", b"\xf0\x9f", b"\x80"]
 PIECES = [piece.encode() for piece in LETTERS * 2 + SPACES] + BROKEN
@@ -85,7 +85,7 @@ def test_any_text_is_read_as_in_plain_python(
     for file, content in zip(files, data, strict=True):
         file.write_bytes(content)
     how = {"lowercase": lowercase, "tokenize": mode, "max_sentence_length": max_sentence_length}
-    sizes = {"BLOCK_BYTES": block_bytes, "TABLE_WORDS": table_words}
+    sizes = {"BLOCK_BYTES": block_bytes, "TABLE_WORDS": table_words, "MOST_BROKEN": 1}
     with mock.patch.multiple(encode, **sizes):
         check_against_plain(files, folder, workers, how, min_count=min_count)
     assert sorted(folder.iterdir()) == files
@@ -116,6 +116,7 @@ def test_bytes_that_are_not_utf8_are_counted_and_located(tmp_path, monkeypatch, 
     latin = tmp_path / "latin"
     latin.write_bytes("ja\nFluß über über\nja\nüb\n".encode("latin-1"))
     assert read([good], tmp_path)[2] == 9 and not caplog.records
+    monkeypatch.setattr(encode, "MOST_BROKEN", 0.7)
     vocab, _, _ = read([good, latin], tmp_path)
     assert {"Flu\ufffd", "\ufffdber", "\ufffdb"} < set(vocab.words)
     assert len(caplog.records) == 1

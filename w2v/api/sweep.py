@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
         folder = parent / f"sweep-{path.stem}"
         best = sweep(configs, options.seeds, folder, further)
         # An earlier sweep of other texts may be in the folder.
-        texts = {config.corpus.path for config in configs.values()}
+        texts = {config.corpus.paths for config in configs.values()}
         found = map(runs.read, runs.find_all([folder]))
         of_texts = [run for run in found if run.settings["corpus.path"] in texts]
         console.show(f"\n{compare.write(of_texts, folder)}\n")

@@ -7,8 +7,10 @@ import contextlib
 import filecmp
 import gc
 import hashlib
+import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -94,7 +96,7 @@ def train(options: argparse.Namespace, signals: Signals) -> Path | None:
     level = console.DETAILS if options.verbose or options.dry_run else level
     with launcher.on_all_ranks(), signals.deferred():
         config, files, assignments = read_settings(options)
-    if config.corpus.path == STDIN:
+    if config.corpus.path == (STDIN,):
         with launcher.on_all_ranks():
             assignments.append(f"corpus.path={spool(config.corpus.data_dir)}")
             config = load_config(files, assignments)
@@ -217,17 +219,18 @@ def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[
     if config.run.tensorboard and find_spec("tensorboard") is None:
         missing = "run.tensorboard=true needs a package that is not installed"
         raise ConfigError(f"{missing}; pip install tensorboard")
-    if not options.resume and config.corpus.path != STDIN:
+    if not options.resume and config.corpus.path != (STDIN,):
         from w2v.text.sources import require_source
 
-        require_source(config.corpus.path, config.corpus.data_dir)
+        for path in config.corpus.path:
+            require_source(path, config.corpus.data_dir)
     return config, files, assignments
 
 
 def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the config files and the assignments among the arguments.
 
-    What is neither is the text: files and folders, joined by os.pathsep in corpus.path.
+    What is neither is the text: files, folders and addresses, a list in corpus.path.
     """
     files, assignments, texts = [], [], []
     for entry in entries:
@@ -237,7 +240,8 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{entry} is a run folder; continue it with --resume {entry}")
         is_config = path.suffix in YAML_SUFFIXES
-        if entry == STDIN or (path.exists() and not is_config):
+        is_url = re.match(r"\w+://", entry) is not None
+        if entry == STDIN or is_url or (path.exists() and not is_config):
             texts.append(entry)
         elif "=" in entry:
             assignments.append(entry)
@@ -252,7 +256,9 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             texts.append(entry)  # the name of a corpus, or of a file that does not exist
     if texts:
-        assignments.insert(0, f"corpus.path={os.pathsep.join(texts)}")
+        is_simple = len(texts) == 1 and re.fullmatch(r"[\w./~-]+", texts[0])
+        value = texts[0] if is_simple else json.dumps(texts, ensure_ascii=False)
+        assignments.insert(0, f"corpus.path={value}")
     return files, assignments
 
 

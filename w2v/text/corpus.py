@@ -24,7 +24,9 @@ from w2v.system.process import (
     on_threads,
     return_freed_memory,
 )
-from w2v.text.sources import CACHE, CorpusError, locate, stamp, tokenize_mode, wait_for_clock
+from w2v.text.formats import CorpusError
+from w2v.text.sources import CACHE, locate, stamp, wait_for_clock
+from w2v.text.splitting import source_of, tokenize_mode
 from w2v.text.vocab import Vocab
 
 if TYPE_CHECKING:
@@ -185,7 +187,8 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     limit_heap_fragmentation()  # before the first large array
     data_dir = Path(os.path.expanduser(config.corpus.data_dir))
     with naming_file(data_dir):
-        files = locate(config.corpus.path, data_dir)
+        paths = config.corpus.path
+        files = [file for path in paths for file in locate(path, data_dir, config.corpus)]
     mode, why = tokenize_mode(files, config.corpus)
     config = replace(config, corpus=replace(config.corpus, tokenize=mode))
     folder = data_dir / CACHE / _cache_name(files, config)
@@ -213,7 +216,7 @@ def _cache_name(files: list[Path], config: Config) -> str:
     settings = asdict(config.corpus) | asdict(config.vocab)
     del settings["path"], settings["data_dir"]
     names = [str(path.resolve()) for path in files]
-    key = json.dumps([FORMAT, settings, names], sort_keys=True)
+    key = json.dumps([FORMAT, settings, names, source_of(config.corpus)], sort_keys=True)
     digest = blake2b(key.encode(errors="surrogateescape"), digest_size=8).hexdigest()
     return f"{files[0].name.strip('.').split('.')[0][:MOST_CHARACTERS]}-{digest}"
 
@@ -249,7 +252,7 @@ def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab
     with atomic_path(folder, synced=False) as temporary:  # a quarter of the time for 4 GB
         Corpus.write(temporary, blocks, vocab, phrases, files_stamp)
         if stamp(files) != files_stamp:
-            name = f"corpus.path={config.corpus.path}"
+            name = f"corpus.path={config.corpus.paths}"
             raise CorpusError(f"{name} changed while it was read; start again when it is complete")
     return_freed_memory()
     return vocab, Corpus.open(folder, checked=True)

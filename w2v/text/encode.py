@@ -29,10 +29,12 @@ import numpy as np
 from tqdm import tqdm
 
 from w2v.config import CorpusConfig, VocabConfig
+from w2v.system.files import refused
 from w2v.system.process import map_in_order
 from w2v.text import tokenize
+from w2v.text.formats import CorpusError, binary_error, guess_encoding
 from w2v.text.phrases import Block, CodedText, join_phrases
-from w2v.text.sources import CorpusError, is_plain, opened
+from w2v.text.splitting import EMOJI, PICTURE, is_plain, opened_words
 from w2v.text.tokenize import MergedWords, WordTable
 from w2v.text.vocab import Vocab
 
@@ -45,6 +47,7 @@ LONG_WORD = f"over {MAX_WORD_BYTES // 4:,} characters without a space"
 SENTENCES_AT_ONCE = 256
 NOTHING = np.empty(0, np.int32)
 LOG_SECONDS = 10.0  # from one line of progress to the next where there is no terminal
+MOST_BROKEN = 0.001  # of the words of a file
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # how errors="surrogateescape" marks such bytes
 
 log = logging.getLogger("w2v")
@@ -133,6 +136,7 @@ class NumberedBlock(NamedTuple):
     path: Path | None = None  # the file of text
     bad_bytes: int = 0  # that are not UTF-8
     bad_line: int = 0  # of the block, from 1: where the first of them is
+    bad_words: int = 0
 
     def numbers(self) -> np.ndarray:
         """Return the number of each word."""
@@ -159,14 +163,17 @@ class CleanText(NamedTuple):
     size: int
     bad_bytes: int = 0  # as in `NumberedBlock`
     bad_line: int = 0
+    bad_words: int = 0
 
 
 def _number_words(
     files: list[Path], settings: CorpusConfig, merged: MergedWords, workers: int, folder: Path
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
-    is_stream = any(not is_plain(path) for path in files)
-    source = _Stream(files, settings.field) if is_stream else _Files(files, workers)
+    size = 0
+    if all(is_plain(path, settings) for path in files):
+        size = sum(path.stat().st_size for path in files)
+    source = _Files(files, workers) if size else _Stream(files, settings)
     coded_texts = [CodedText(folder) for _ in range(workers)]
     numbered: dict[int, NumberedBlock] = {}  # by the order of blocks
     stopped = threading.Event()
@@ -191,9 +198,9 @@ def _number_words(
                 text, size, *bad = _clean(buffer[start:], end - start, settings)
                 words = tokenize.number_words(text, size, order << 32, table.words, numbers)
                 if words.has_nul:
-                    raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
+                    raise binary_error(path, "a NUL byte")
                 if words.longest > MAX_WORD_BYTES:
-                    raise _binary_error(path, LONG_WORD)
+                    raise binary_error(path, LONG_WORD)
                 place = coded.append(words.numbers)
                 numbered[order] = NumberedBlock(coded, place, table, path, *bad)
                 progress(end - start)
@@ -201,25 +208,33 @@ def _number_words(
         finally:
             stopped.set()  # no block is left, or the text is refused
 
-    with _progress(files) as progress, ThreadPoolExecutor(workers) as pool:
+    with _progress(size) as progress, ThreadPoolExecutor(workers) as pool:
         try:
             list(pool.map(number_blocks, range(workers), itertools.repeat(progress)))
         finally:  # a signal
             stopped.set()
     blocks = [numbered[order] for order in sorted(numbered)]
-    _warn_of_bad_bytes(blocks)
+    for path, of_file in itertools.groupby(blocks, lambda block: block.path):
+        _check_encoding(path, list(of_file), settings)
     return blocks
 
 
-def _warn_of_bad_bytes(blocks: list[NumberedBlock]) -> None:
-    """Log how many bytes are not UTF-8, and the line of the first one."""
+def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusConfig) -> None:
+    """Log how many bytes of a file are broken; raise if many words are."""
     count = sum(block.bad_bytes for block in blocks)
-    if count:
-        first = next(place for place, block in enumerate(blocks) if block.bad_bytes)
-        path = blocks[first].path
-        lines_before = sum(block.place.lines for block in blocks[:first] if block.path == path)
-        where = f"{path} line {lines_before + blocks[first].bad_line}"
-        log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
+    if not count:
+        return
+    first = next(place for place, block in enumerate(blocks) if block.bad_bytes)
+    line = sum(block.place.lines for block in blocks[:first]) + blocks[first].bad_line
+    bad_words = sum(block.bad_words for block in blocks)
+    words = max(bad_words, sum(block.place.tokens - block.place.lines for block in blocks))
+    encoding = settings.encoding.upper()
+    if bad_words > MOST_BROKEN * words:
+        broken = f"{bad_words:,} of {words:,} words are not {encoding}, first in line {line}"
+        remedy = f"set corpus.encoding{guess_encoding(path)}, or remove the bytes with iconv -c"
+        raise CorpusError(f"{path}: {broken}; {remedy}")
+    broken = f"{count:,} bytes are not {encoding}, first in {path} line {line}"
+    log.warning(f"{broken}; each became U+FFFD")
 
 
 class _Files:
@@ -249,7 +264,10 @@ class _Files:
         memory = memoryview(buffer)
         # The first word of a block may begin before it.
         before = min(index * BLOCK_BYTES, MAX_WORD_BYTES + 4)
-        with opened(path) as file:
+        with (
+            refused(CorpusError, f"{path} cannot be read", "is it complete?"),
+            open(path, "rb") as file,
+        ):
             file.seek(index * BLOCK_BYTES - before)
             end = file.readinto(memory[: before + BLOCK_BYTES])
         has_mark = index * BLOCK_BYTES == before and memory[:3] == codecs.BOM_UTF8
@@ -275,9 +293,9 @@ class _Files:
 class _Stream:
     """Blocks of files that one thread at a time unpacks, in order."""
 
-    def __init__(self, files: list[Path], field: str):
+    def __init__(self, files: list[Path], settings: CorpusConfig):
         self._lock = threading.Lock()
-        self._blocks = self._read(files, field)
+        self._blocks = self._read(files, settings)
 
     def read(self, worker: int, buffer: np.ndarray) -> TextBlock | None:
         """Read a block, as `_Files.read` does."""
@@ -285,10 +303,10 @@ class _Stream:
             self._buffer = buffer
             return next(self._blocks, None)
 
-    def _read(self, files: list[Path], field: str) -> Iterator[TextBlock]:
+    def _read(self, files: list[Path], settings: CorpusConfig) -> Iterator[TextBlock]:
         order = 0
         for path in files:
-            with opened(path, field) as file:
+            with opened_words(path, settings) as file:
                 rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
                 read = 1
                 while read:
@@ -320,7 +338,7 @@ def _last_word(text: bytes, path: Path) -> bytes:
     decoded = text.decode(errors="surrogateescape")
     last = "" if decoded[-1].isspace() else decoded.split()[-1]
     if len(last) == len(decoded):
-        raise _binary_error(path, LONG_WORD)
+        raise binary_error(path, LONG_WORD)
     return last.encode(errors="surrogateescape")
 
 
@@ -331,7 +349,12 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
     text[size] = ord(" ")
     if not lowercase and text[:size].max() < 0x80:
         return CleanText(text, size)
-    becomes = tokenize.replacements(words_only, lowercase)
+    if words_only and settings.emoji:
+        decoded = text[:size].tobytes().decode(errors="surrogateescape")
+        spaced = EMOJI.sub(lambda found: f" {found[0]} ", decoded).replace("\ufe0f", "")
+        encoded = spaced.encode(errors="surrogateescape")
+        text, size = tokenize.padded(encoded), len(encoded)
+    becomes = tokenize.replacements(words_only, lowercase, PICTURE if settings.emoji else "")
     clean = CleanText(*tokenize.normalized(text, size, becomes))
     if clean.size >= 0:
         return clean
@@ -341,14 +364,10 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
     if bad := UNDECODABLE.search(decoded):
         bad_line = 1 + decoded.count("\n", 0, bad.start())
     decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
+    bad_words = sum("\ufffd" in word for word in decoded.split()) if bad_bytes else 0
     repaired = (decoded.lower() if lowercase else decoded).encode()
     normalized = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
-    return CleanText(*normalized, bad_bytes, bad_line)
-
-
-def _binary_error(path: Path, reason: str) -> CorpusError:
-    remedy = "use UTF-8 text with spaces between words, plain or as .gz .bz2 .xz .zst"
-    return CorpusError(f"{path} looks binary ({reason}); {remedy}")
+    return CleanText(*normalized, bad_bytes, bad_line, bad_words)
 
 
 def _encode_blocks(
@@ -400,16 +419,15 @@ def _join_sentences(blocks: Iterable[tuple[EncodedBlock, int]]) -> Iterator[Enco
 
 
 @contextlib.contextmanager
-def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows bytes by a bar, or in the log."""
-    total = sum(file.stat().st_size for file in files) if all(map(is_plain, files)) else None
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows bytes by a bar, or in the log; 0: of no known total."""
     size = f" of {total / 1e6:,.0f}" if total else ""
     read = 0
     logged = time.monotonic()
     lock = threading.Lock()
     # disable=None: without a terminal.
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": None}
-    with tqdm(desc="reading", total=total, **options) as bar:
+    with tqdm(desc="reading", total=total or None, **options) as bar:
 
         def count(done: int) -> None:
             nonlocal read, logged

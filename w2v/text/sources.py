@@ -1,6 +1,6 @@
-"""Text files of a corpus: found by path or name, decompressed.
+"""Text files of a corpus: found by path, name or address.
 
-Of JSON lines a field is read. Wikipedia dumps and named corpora are written as text files once.
+Remote texts are copied once; Wikipedia dumps and named corpora are written as text files once.
 """
 
 from __future__ import annotations
@@ -9,30 +9,22 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import time
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from io import BufferedIOBase, BufferedReader, RawIOBase
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_line, refused
+from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_line
 from w2v.system.process import cores, terminate_with_parent
+from w2v.text.formats import DEFAULT, CorpusError, opened, recognize
 
 CACHE = "cache"  # folder of the word ids, in corpus.data_dir
-JSON_LINES = {".jsonl", ".ndjson"}  # endings
-PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files
-SAMPLE_BYTES = 1_000_000  # read to recognize raw text
-RAW_SHARE = 0.03  # of the tokens; in raw text more of them end in punctuation
 CLOCK_TICK_NS = 20_000_000  # resolution of the times of files
 COARSE_TICK_NS = 2_000_000_000  # where they are whole seconds
 TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of text8.gz, as gensim-data publishes it
@@ -41,16 +33,13 @@ WIKI_SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.
 log = logging.getLogger("w2v")
 
 
-class CorpusError(ValueError):
-    """An unusable corpus; the message names the file and the remedy."""
-
-
-def locate(path: str, data_dir: str | Path) -> list[Path]:
-    """Return the text files that `corpus.path` stands for, sorted.
+def locate(path: str, data_dir: str | Path, settings: CorpusConfig = DEFAULT) -> list[Path]:
+    """Return the text files that an entry of `corpus.path` stands for, sorted.
 
     `path` is a file, a folder (with its subfolders, but without hidden, empty and cached files), a
-    Wikipedia dump, or the name of a corpus if no such file exists. Several are joined by ":". Dumps
-    and named corpora are written to `data_dir` as text. Raises `CorpusError` if there is no text.
+    Wikipedia dump, an address that fsspec knows, or the name of a corpus if no such file exists.
+    Dumps and named corpora are written to `data_dir` as text, and remote files are copied there.
+    Raises `CorpusError` if there is no text, and for files that are known not to be text.
     """
     found = Path(os.path.expanduser(path))
     data_dir = Path(os.path.expanduser(data_dir))
@@ -64,27 +53,21 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
         if not files:
             raise CorpusError(f"corpus.path={path} is empty or not text; name a text or a folder")
         texts: dict[Path, Path] = {}
-        for text in (_as_text(file, data_dir) for file in files):
+        for text in (_as_text(file, data_dir, settings) for file in files):
             # A dump's text may be in the same folder, and links may lead to a file again.
             texts.setdefault(text.resolve(), text)
         return list(texts.values())
     if path in NAMED_TEXTS:
         return [NAMED_TEXTS[path](data_dir)]
     require_source(path, data_dir)
-    return [file for part in path.split(os.pathsep) for file in locate(part, data_dir)]
+    return locate(str(_fetched(path, data_dir)), data_dir, settings)
 
 
 def require_source(path: str, data_dir: str | Path) -> None:
     """Raise `CorpusError` if there is no text that `corpus.path` names."""
     found = Path(os.path.expanduser(path))
     data_dir = Path(os.path.expanduser(data_dir))
-    if (path and found.exists()) or path in NAMED_TEXTS:
-        return
-    if "://" in path:
-        raise CorpusError(f"corpus.path={path} is a URL; download the text and name the file")
-    if os.pathsep in path:
-        for part in path.split(os.pathsep):
-            require_source(part, data_dir)
+    if (path and found.exists()) or path in NAMED_TEXTS or "://" in path:
         return
     # Suggest a name, or a file beside the missing one or in data_dir.
     folders = [folder for folder in {found.parent, data_dir} if folder.is_dir()]
@@ -108,6 +91,11 @@ def _visible_files(folder: Path, data_dir: Path) -> Iterator[Path]:
             continue
         entered.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if "dataset_info.json" in names and "state.json" in names:  # a Hugging Face dataset
+            state = json.loads(Path(parent, "state.json").read_bytes())
+            names = [entry["filename"] for entry in state["_data_files"]]
+        elif "dataset_dict.json" in names:  # its parts are in the folders
+            names = []
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
@@ -116,95 +104,6 @@ def _holds_text(file: Path) -> bool:
     if file.is_symlink() and not file.exists():
         raise CorpusError(f"{file} is a link to {file.readlink()}, which is missing; remove it")
     return file.is_file() and file.stat().st_size > 0
-
-
-def is_plain(path: Path) -> bool:
-    """Return whether the file is neither compressed nor JSON."""
-    return not (_is_packed(path) or _is_json(path))
-
-
-def _is_packed(path: Path) -> bool:
-    return path.suffix.lower() in PACKED
-
-
-def _is_json(path: Path) -> bool:
-    return not JSON_LINES.isdisjoint(map(str.lower, path.suffixes[-2:]))
-
-
-@contextmanager
-def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
-    """Open a file, decompressed if its name ends in one of `PACKED`.
-
-    A file of JSON lines is read as the text in `field` of each. Every error names the file.
-    """
-    remedy = "is it complete, its ending right, and the package that unpacks it installed?"
-    opener: Callable[..., Any] = open
-    if _is_packed(path):
-        from smart_open import open as opener  # takes 50 ms
-    with refused(CorpusError, f"{path} cannot be read", remedy), opener(path, "rb") as file:
-        if _is_json(path):
-            file = BufferedReader(_JoinedParts(_json_texts(file, path, field)))
-        yield file
-
-
-def _json_texts(lines: Iterable[bytes], path: Path, field: str) -> Iterator[bytes]:
-    """Yield the text in a field of each JSON line."""
-    for number, line in enumerate(lines, 1):
-        if line.isspace():
-            continue
-        try:
-            entry = json.loads(line)
-            text = entry[field].encode(errors="surrogatepass")
-        except ValueError as error:
-            raise CorpusError(f"{path} line {number} is not JSON ({error}); correct it") from None
-        except (KeyError, TypeError, AttributeError):
-            found = type(entry).__name__
-            if isinstance(entry, dict):
-                found = ", ".join(f"{key}: {type(value).__name__}" for key, value in entry.items())
-            reason = f"has no text in the field {field!r} (it has {found[:80]})"
-            remedy = "set corpus.field=NAME"
-            raise CorpusError(f"{path} line {number} {reason}; {remedy}") from None
-        if b"\0" in text:  # refused in any text, but here the line is known
-            raise CorpusError(f"{path} line {number} has \\u0000 in the field {field!r}; remove it")
-        yield text + b"\n"
-
-
-class _JoinedParts(RawIOBase):
-    """A file that holds parts one after another."""
-
-    def __init__(self, parts: Iterator[bytes]):
-        self._parts = parts
-        self._rest = b""  # of a part that was read in part
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._parts, b"")
-        size = min(len(buffer), len(self._rest))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
-        return size
-
-
-def tokenize_mode(
-    files: list[Path], settings: CorpusConfig
-) -> tuple[Literal["whitespace", "words"], str]:
-    """Return how to split a text, and why if `corpus.tokenize` is auto.
-
-    In raw text, many tokens end in punctuation, here in the first megabyte of the first file.
-    Tokens of punctuation alone do not count, as they come from a tokenizer.
-    """
-    if settings.tokenize != "auto":
-        return settings.tokenize, ""
-    with opened(files[0], settings.field) as file:
-        tokens = file.read(SAMPLE_BYTES).decode(errors="replace").split()
-    ending = [token for token in tokens if unicodedata.category(token[-1])[0] == "P"]
-    raw = sum(any(map(str.isalnum, token)) for token in ending)
-    share = raw / (len(tokens) or 1)
-    if share <= RAW_SHARE:
-        return "whitespace", ""
-    return "words", f"{100 * share:.0f} % of the tokens end in punctuation: tokenize=words"
 
 
 def stamp(files: Iterable[Path]) -> str:
@@ -242,13 +141,10 @@ def _status(path: Path) -> os.stat_result:
         ) from None
 
 
-def _as_text(path: Path, data_dir: Path) -> Path:
+def _as_text(path: Path, data_dir: Path, settings: CorpusConfig) -> Path:
     """Return the file itself, or the text of a Wikipedia dump."""
-    if not re.search(r"\.xml\b", path.name):
+    if recognize(path, settings).kind != "dump":
         return path
-    with opened(path) as file:
-        if b"<mediawiki" not in file.read(1000):
-            return path
     name = path.name.split(".xml")[0]
     # Converting takes hours, so a copy with the same time, if another inode, is the same dump.
     status = path.stat()
@@ -330,6 +226,28 @@ def _text8(data_dir: Path) -> Path:
     with atomic_path(packed) as temporary:
         shutil.copyfile(fetched, temporary)
     return packed
+
+
+def _fetched(url: str, data_dir: Path) -> Path:
+    """Return the copy of a remote file or folder; fetched once."""
+    import fsspec  # torch needs it anyway
+
+    key = hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
+    name = url.rstrip("/").rpartition("/")[2].partition("?")[0]
+    target = data_dir / f"remote-{key}" / name
+    if target.exists():
+        return target
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        log.info(f"fetching {url} to {target}, once")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(target) as temporary:
+            system.get(path, str(temporary), recursive=not system.isfile(path))
+    except Exception as error:  # whatever the network and its packages raise
+        reason = one_line(f"{type(error).__name__}: {error}")[:200]
+        remedy = "check the address, or fetch it and name the file"
+        raise CorpusError(f"{url} cannot be fetched ({reason}); {remedy}") from None
+    return target
 
 
 NAMED_TEXTS = {"enwiki-sample": _enwiki_sample, "text8": _text8}

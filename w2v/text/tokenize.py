@@ -7,6 +7,7 @@ or mixed from all.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from functools import cache
 from itertools import count
@@ -21,6 +22,10 @@ inlined = compiled(inline="always")
 
 LINE_END = -1  # among word numbers
 NEWLINE = ord("\n")
+BLANK = ord(" ")
+LAST_DIGIT = ord("9")
+JOINER = "\u200d"  # of emoji
+UNKNOWN, MARK = -1, -2  # replacements that depend on other characters
 PADDING = 16  # bytes after a text, as eight are read at once: a space, then zeros
 WORD, SPACE, END, NUL = range(4)  # kinds of bytes; all beyond ASCII are parts of words
 KINDS = np.array([chr(byte).isspace() * SPACE for byte in range(0x80)] + [WORD] * 0x80, np.uint8)
@@ -184,9 +189,9 @@ def padded(text: bytes) -> np.ndarray:
 def normalized(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.ndarray, int]:
     """Replace characters by others; return the new text and its size.
 
-    `becomes`, int32, has a replacement for each code point, or -1 where that depends on other
-    characters; code points beyond its end stay. The size is -1 if there is such a character, or if
-    the text is not UTF-8.
+    `becomes`, int32, has a replacement for each code point; those beyond its end stay. The size is
+    -1 if there is an UNKNOWN, which depends on other characters, or if the text is not UTF-8. MARK
+    minus a code point stays after a letter or another mark, and becomes a space elsewhere.
     """
     new = np.empty(3 * size // 2 + PADDING, np.uint8)  # 2 bytes become at most 3
     size = _normalize(text, size, becomes, new)
@@ -195,12 +200,12 @@ def normalized(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.nda
 
 
 @cache
-def replacements(words_only: bool, lowercase: bool) -> np.ndarray:
+def replacements(words_only: bool, lowercase: bool, pictures: str = "") -> np.ndarray:
     """Return the replacement of each code point, for `normalized`.
 
     White space becomes a space, but not line feeds. `words_only` makes a space of all but letters,
-    their marks, numbers and the underscore. Upper case without exactly one lower case in all
-    contexts (U+0130 and the Greek sigma) has no replacement.
+    their marks, numbers, the underscore, and what matches the pattern `pictures`. Upper case
+    without exactly one lower case in all contexts (U+0130 and the Greek sigma) is UNKNOWN.
     """
     limit = LAST_SPACE + 1 if not words_only and not lowercase else LAST_CASED + 1
     becomes = np.arange(limit, dtype=np.int32)
@@ -208,13 +213,17 @@ def replacements(words_only: bool, lowercase: bool) -> np.ndarray:
         character = chr(point)
         if character.isspace():
             becomes[point] = point if point == NEWLINE else ord(" ")
+        elif words_only and (
+            unicodedata.category(character)[0] == "M" or (pictures and character == JOINER)
+        ):
+            becomes[point] = MARK - point
         elif words_only and not (
-            character.isalnum() or character == "_" or unicodedata.category(character)[0] == "M"
+            character.isalnum() or character == "_" or (pictures and re.match(pictures, character))
         ):
             becomes[point] = ord(" ") if point else 0
         elif lowercase and character != character.lower():
             lower = character.lower()
-            becomes[point] = ord(lower) if len(lower) == 1 and character != "\u03a3" else -1
+            becomes[point] = ord(lower) if len(lower) == 1 and character != "\u03a3" else UNKNOWN
     return becomes
 
 
@@ -240,8 +249,11 @@ def _normalize(text, size, becomes, new):
         i += length
         if point < len(becomes):
             point = becomes[point]
-            if point < 0:
+            if point == UNKNOWN:
                 return -1
+            if point <= MARK:  # digits and spaces have no marks
+                is_marked = out > 0 and new[out - 1] > LAST_DIGIT
+                point = MARK - point if is_marked else BLANK
         if point < 0x80:
             new[out] = point
             out += 1

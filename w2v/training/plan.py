@@ -361,7 +361,7 @@ def _describe_text(plan: Plan) -> str:
     size = f"{corpus.raw_words:,} words in {len(corpus.offsets) - 1:,} lines"
     kept = f"{plan.words:,} of {plan.vocab.raw_types:,} distinct words kept"
     kept += f" (min_count {plan.config.vocab.min_count})"
-    parts = f"{plan.config.corpus.path}: {size}", kept, corpus.tokenized, corpus.phrases
+    parts = f"{plan.config.corpus.paths}: {size}", kept, corpus.tokenized, corpus.phrases
     return "; ".join(filter(None, parts))
 
 

@@ -25,7 +25,8 @@ from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows import checkpoint
 from w2v.system.console import log
 from w2v.system.files import atomic_write, remove_partial
-from w2v.text.sources import CorpusError, require_source
+from w2v.text import CorpusError
+from w2v.text.sources import require_source
 from w2v.vectors import manifest
 from w2v.vectors.runs import RunError, find
 from w2v.word2vec.auto import shipped
@@ -41,7 +42,7 @@ JOB = ".job"  # file with the torchrun job that created the run
 
 def create(config: Config, ranks: Ranks = SINGLE) -> Path:
     """Create a new <run.dir>/<date>-<name>; rank 0 does it for all."""
-    text = Path(config.corpus.path.split(os.pathsep)[0])  # the first of several
+    text = Path(config.corpus.path[0])
     corpus = text.name.strip(".").split(".")[0][:MOST_CHARACTERS]
     name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
     folder = base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
@@ -114,7 +115,8 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
 def require_text(folder: Path, config: Config) -> None:
     """Raise `CorpusError` unless the text of the run is there."""
     try:
-        require_source(config.corpus.path, config.corpus.data_dir)
+        for path in config.corpus.path:
+            require_source(path, config.corpus.data_dir)
     except CorpusError as error:  # such as a relative path, from another working folder
         reason = str(error).partition("; did you mean")[0]
         raise CorpusError(f"{reason}; name the text: w2v train --resume {folder} TEXT") from None

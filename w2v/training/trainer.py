@@ -477,7 +477,7 @@ class Trainer:
             if state["text"] != self._text_facts:
                 raise CheckpointError(
                     f"{saved.path} was trained on another text or vocabulary than "
-                    f"corpus.path={self.config.corpus.path} is now; restore that text"
+                    f"corpus.path={self.config.corpus.paths} is now; restore that text"
                 )
             step = operator.index(state["step"])
             rows = [operator.index(count) for count in state["rows"]]

@@ -201,6 +201,8 @@ def read(folder: Path) -> Run:
             if isinstance(keys, dict)
             for key, value in keys.items()
         }
+        if isinstance(texts := settings.get("corpus.path"), list):
+            settings["corpus.path"] = ", ".join(map(str, texts))
         scores: dict[str, Any] = {}
         if (folder / "scores.json").exists():
             scores = dict(json.loads(_text_of(folder / "scores.json")))

@@ -1,0 +1,442 @@
+"""Formats of texts: recognized by their first bytes, read as lines of UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedIOBase
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from w2v.config import SECTIONS, CorpusConfig
+from w2v.system.files import refused
+
+HEAD_BYTES = 1 << 16  # of a file, to recognize its format
+CHUNK = 1 << 20  # characters
+TOKEN_END = "\x1f"  # between the tokens of a list: white space that a text seldom has
+MOST_TOKEN_WORDS = 5  # "new york" is a token with a space; a sentence is none
+MOST_MISSING = 100  # entries without the field before the first one that has it
+MARKUP_SHARE = 0.01  # of the tokens of a text: tags
+DEFAULT = CorpusConfig()
+log = logging.getLogger("w2v")
+
+PACKED = {  # first bytes by the ending that smart_open knows
+    ".gz": rb"\x1f\x8b\x08",
+    ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    ".xz": rb"\xfd7zXZ\0",
+    ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    ".lz4": rb"\x04\x22\x4d\x18",
+}
+MARKS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+COLUMNS = {rb"PAR1": "parquet", rb"ARROW1\0\0": "arrow", rb"\xff{4}.{3}\0": "stream"}
+PANDOC = "pandoc -t plain {path} -o {stem}.txt"
+UNTAG = "sed 's/<[^>]*>/ /g' {path} > {stem}.txt"
+UNTIME = r"sed -E '/-->|^[0-9]+\r?$/d' {path} > {stem}.txt"
+NOT_TEXT = [  # first bytes, what they begin, and the command that helps
+    (rb"PK\x03\x04.{26}mimetypeapplication/epub", "an EPUB book", PANDOC),
+    (rb"PK\x03\x04.{26}mimetypeapplication/vnd.oasis", "an OpenDocument file", PANDOC),
+    (rb"PK\x03\x04.*(word/|\[Content_Types\])", "an Office document", PANDOC),
+    (rb"PK(\x03\x04|\x05\x06)", "a zip archive", "unzip {path}"),
+    (rb"7z\xbc\xaf", "a 7z archive", "7z x {path}"),
+    (rb"Rar!\x1a\x07", "a RAR archive", "unrar x {path}"),
+    (rb".{257}ustar", "a tar archive", "tar xf {path}"),
+    (rb"%PDF-", "a PDF document", "pdftotext {path}"),
+    (rb"\{\\rtf", "an RTF document", PANDOC),
+    (rb"\xd0\xcf\x11\xe0\xa1\xb1", "an Office document", "soffice --convert-to txt {path}"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|II\*\0|MM\0\*|BM.{4}\0{4}", "an image", ""),
+    (
+        rb"ID3[\2-\4]\0|OggS\0|fLaC\0|RIFF.{4}(WAVE|AVI )|\x1aE\xdf\xa3|\0\0..ftyp",
+        "a recording",
+        "",
+    ),
+    (rb"SQLite format 3\0", "an SQLite database", "sqlite3 {path} 'select text from ...'"),
+    (rb"\x89HDF|\x93NUMPY|\x80[\2-\5][c}\]\x95]", "a file of Python data", "write JSON lines"),
+    (rb"\x7fELF", "a program", ""),
+]
+HTML = "html|head|body|p|div|span|h[1-6]|table|ul|ol|li|a|b|i|br|center|font|img|article|section"
+MARKED_UP = [  # the same for characters
+    (rf"\s*(<!--.*?-->\s*)*<(!doctype html|({HTML})\b[^<]*>)", "HTML", f"{PANDOC} -f html"),
+    (r'\s*<(\?xml|[\w:.-]+(\s+[\w:.-]+="[^"<]*")+\s*/?>)', "XML", UNTAG),
+    (r"\s*(\d+\s+[\d:]+[,.]\d+ --> |WEBVTT\b)", "a file of subtitles", UNTIME),
+]
+TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>")  # </s> ends a sentence
+DUMP = "<mediawiki"
+STRING = r'"(?:[^"\\]|\\.)*(?:\\?$|"'  # or its beginning, with a ")" after what follows
+JSON = re.compile(
+    rf'\s*(\[?\s*\{{\s*{STRING}\s*:)|\[\s*\[?\s*{STRING}\s*(\]|,\s*("|$))))', re.DOTALL
+)
+JSON_ENDINGS = {".json", ".jsonl", ".ndjson", ".jl"}
+TABLE_ENDINGS = {".csv", ".tsv", ".tab"}
+DELIMITERS = "\t,;|"
+CONFIG_ENDINGS = {".toml", ".ini", ".cfg", ".yaml", ".yml"}
+CONFIG = [("", "a config", "give settings as section.key=value, or in a .yaml file")]
+
+
+class CorpusError(ValueError):
+    """An unusable corpus; the message names the file and the remedy."""
+
+
+class Format(NamedTuple):
+    """How a file is read."""
+
+    kind: str  # text, lines (of JSON), json, csv, parquet, arrow, stream (of Arrow), dump
+    packing: str = ""  # the ending of packed files
+    encoding: str = "utf-8"
+    delimiter: str = ""  # of csv
+    quoting: int = csv.QUOTE_MINIMAL
+
+    @property
+    def is_utf8(self) -> bool:
+        """Whether the unpacked bytes are the text."""
+        return self.kind in ("text", "dump") and self.encoding == "utf-8"
+
+
+def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
+    """Return the format of a file; raise `CorpusError` if it is no text."""
+    with refused(CorpusError, *_unreadable(path)):
+        with open(path, "rb") as file:
+            head = file.read(16)
+        packing = next((end for end, first in PACKED.items() if re.match(first, head)), "")
+        with unpacked(path, packing) as file:
+            return _recognize(path, file.read(HEAD_BYTES), settings)._replace(packing=packing)
+
+
+def _unreadable(path: Path) -> tuple[str, str]:
+    return f"{path} cannot be read", "is it complete, and the package installed that reads it?"
+
+
+def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
+    """Return the format of an unpacked file that begins with these bytes."""
+    for pattern, kind in COLUMNS.items():
+        if re.match(pattern, head, re.DOTALL):
+            return Format(kind)
+    _refuse(path, head, NOT_TEXT)
+    encoding = codecs.lookup(settings.encoding).name
+    if encoding == "utf-8":
+        encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), encoding)
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if encoding == "utf-8" else encoding)
+    text = decoder("replace").decode(head)
+    if "\0" in text:
+        order = "le" if head[1::2].count(0) >= head[::2].count(0) else "be"
+        raise binary_error(path, f"a NUL byte; corpus.encoding=utf-16-{order} if it is UTF-16")
+    if DUMP in text[:1000]:
+        return Format("dump", encoding=encoding)
+    _refuse(path, text, MARKED_UP)
+    endings = {ending.lower() for ending in path.suffixes[-2:]}
+    if endings & CONFIG_ENDINGS:
+        _refuse(path, text, CONFIG)
+    is_whole = len(head) < HEAD_BYTES
+    if JSON_ENDINGS & endings or JSON.match(text):
+        return Format(_kind_of_json(path, text, endings, is_whole), encoding=encoding)
+    if dialect := _dialect(text, endings, settings.field, is_whole):
+        return Format("csv", "", encoding, *dialect)
+    tags = TAGS.findall(text)
+    if len(tags) > MARKUP_SHARE * (1 + len(text.split())):
+        _refuse(path, text, [("", f"text with tags ({tags[0]})", UNTAG)])
+    return Format("text", encoding=encoding)
+
+
+def _refuse(path: Path, head: Any, known: Iterable[tuple[Any, str, str]]) -> None:
+    """Raise `CorpusError` if a file begins as one that is no text."""
+    for pattern, what, command in known:
+        if re.match(pattern, head, re.DOTALL | re.IGNORECASE):
+            remedy = command.format(path=path, stem=path.stem) or "leave it out"
+            raise CorpusError(f"{path} is {what}, not plain text; {remedy}")
+
+
+def binary_error(path: Path, reason: str) -> CorpusError:
+    """Return the error of a file that holds no words."""
+    remedy = "use text with spaces between words, plain or as .gz .bz2 .xz .zst"
+    return CorpusError(f"{path} looks binary ({reason}); {remedy}")
+
+
+def guess_encoding(path: Path) -> str:
+    """Return "=NAME" for the probable encoding of a file, if a package can tell."""
+    with suppress(ImportError), unpacked(path, recognize(path).packing) as file:
+        from charset_normalizer import from_bytes
+
+        guess = from_bytes(file.read(HEAD_BYTES)).best()
+        if guess and guess.encoding not in ("ascii", "utf_8"):
+            return f"={guess.encoding} (a guess)"
+    return "=NAME, such as latin-1"
+
+
+def _kind_of_json(path: Path, text: str, endings: set[str], is_whole: bool) -> str:
+    """Return whether each line is a value, or else the file is one."""
+    first, _, rest = text.strip().partition("\n")
+    if ".json" not in endings and endings & JSON_ENDINGS:
+        return "lines"
+    for part, kind in ((text, "json"), (first, "lines")):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(part)
+            if isinstance(value, dict) and value and value.keys() <= SECTIONS.keys():
+                _refuse(path, text, CONFIG)
+            return kind
+    is_long_line = not (is_whole or rest or first.startswith("["))
+    return "lines" if is_long_line else "json"
+
+
+def _dialect(text: str, endings: set[str], field: str, is_whole: bool) -> tuple[str, int] | None:
+    """Return the delimiter of a table, and how it is quoted; None for other text."""
+    first = text.lstrip("\r\n").partition("\n")[0]
+    marks = [mark for mark in DELIMITERS if mark in first]
+    named = [mark for mark in marks if field in next(csv.reader([first], delimiter=mark))]
+    is_table = field.isdecimal() or not endings.isdisjoint(TABLE_ENDINGS)
+    if not (named or is_table):
+        return None
+    most = "\t" if "\t" in marks else max(",;|", key=first.count)
+    delimiter = (named or [most])[0]
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    widths: list[int] = []
+    is_regular = True
+    try:
+        widths.extend(len(row) for row in rows if row)
+    except csv.Error:  # also where the head ends within quotes
+        is_regular = not is_whole and rows.line_num >= text.count("\n")
+    is_regular &= len(set(widths if is_whole else widths[:-1])) == 1
+    # Prose may begin with a list of words, but has spaces after commas.
+    if not is_table and (delimiter + " " in first or not is_regular or len(widths) < 2):
+        return None
+    quotes = csv.QUOTE_NONE if delimiter == "\t" and not is_regular else csv.QUOTE_MINIMAL
+    return delimiter, quotes
+
+
+@contextmanager
+def unpacked(path: Path, packing: str) -> Iterator[BufferedIOBase]:
+    """Open a file, unpacked."""
+    opener: Callable[..., Any] = open
+    options = {}
+    if packing:
+        from smart_open import open as opener  # takes 50 ms
+
+        options = {"compression": packing}
+    with opener(path, "rb", **options) as file:
+        yield file
+
+
+@contextmanager
+def opened(path: Path, settings: CorpusConfig = DEFAULT) -> Iterator[BufferedIOBase]:
+    """Open a file as UTF-8 text, whatever its format; every error names it."""
+    found = recognize(path, settings)
+    with refused(CorpusError, *_unreadable(path)), unpacked(path, found.packing) as file:
+        yield file if found.is_utf8 else as_file(_texts(file, found, path, settings.field))
+
+
+def as_file(parts: Iterable[str]) -> BufferedIOBase:
+    """Return a file that holds texts one after another, in UTF-8."""
+    encoded = (part.encode("utf-8", BROKEN) for part in parts)
+    return io.BufferedReader(_JoinedParts(encoded))
+
+
+class _JoinedParts(io.RawIOBase):
+    """A file that holds parts one after another."""
+
+    def __init__(self, parts: Iterator[bytes]):
+        self._parts = parts
+        self._rest = b""  # of a part that was read in part
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(filter(None, self._parts), b"")
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+
+def _broken(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace what cannot be decoded by one surrogate, and that by one byte."""
+    if isinstance(error, UnicodeDecodeError):
+        return "\udcff", error.end
+    assert isinstance(error, UnicodeEncodeError)
+    return b"\xff" * (error.end - error.start), error.end
+
+
+BROKEN = "w2v.broken"  # so that words are broken in UTF-8 too, and counted
+codecs.register_error(BROKEN, _broken)
+
+Entry = tuple[str, Any]  # a place, such as "line 4", and what JSON can hold there
+
+
+def _texts(file: BufferedIOBase, found: Format, path: Path, field: str) -> Iterator[str]:
+    """Yield the text of a file in parts."""
+    if found.kind in COLUMNS.values():
+        yield from _lines(_rows(file, found.kind, path, field), path, field)
+        return
+    encoding = "utf-8-sig" if found.encoding == "utf-8" else found.encoding
+    text = io.TextIOWrapper(file, encoding, BROKEN, newline="")  # type: ignore[type-var]
+    if found.kind == "lines":
+        yield from _lines(_json_lines(text, path), path, field)
+    elif found.kind == "json":
+        yield from _lines(_json_values(text, path), path, field)
+    elif found.kind == "csv":
+        yield from _lines(_column(text, found, path, field), path, field)
+    else:
+        yield from iter(lambda: text.read(CHUNK), "")
+
+
+def _json_lines(text: io.TextIOBase, path: Path) -> Iterator[Entry]:
+    """Yield the value of each line."""
+    for number, line in enumerate(text, 1):
+        if not line.isspace():
+            try:
+                yield f"line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise _no_json(path, f"line {number}", error) from None
+
+
+def _json_values(text: io.TextIOBase, path: Path) -> Iterator[Entry]:
+    """Yield the elements of an array, or values one after another."""
+    decode = json.JSONDecoder().raw_decode
+    buffer = text.read(CHUNK).lstrip()
+    at = int(buffer.startswith("["))
+    separators = re.compile(r"[\s,\]]*" if at else r"\s*")
+    number = 1
+    while True:
+        at = separators.match(buffer, at).end()  # type: ignore[union-attr]
+        try:
+            value, at = decode(buffer, at)
+            yield f"entry {number}", value
+            number += 1
+        except json.JSONDecodeError as error:
+            # Twice as much each time, as a value that was cut is read again from its start.
+            if more := text.read(max(CHUNK, len(buffer) - at)):
+                buffer, at = buffer[at:] + more, 0
+            elif at < len(buffer):
+                raise _no_json(path, f"entry {number}", error) from None
+            else:
+                return
+
+
+def _no_json(path: Path, where: str, error: Exception) -> CorpusError:
+    return CorpusError(f"{path} {where} is not JSON ({error}); correct it")
+
+
+def _column(text: io.TextIOBase, found: Format, path: Path, field: str) -> Iterator[Entry]:
+    """Yield the cells of a column: a name in the first row, or a number."""
+    csv.field_size_limit(2**31 - 1)
+    rows = csv.reader(text, delimiter=found.delimiter, quoting=found.quoting)  # type: ignore
+    filled: Iterator[list[str]] = filter(None, rows)
+    first = next(filled, [])
+    if field in first:
+        column = first.index(field)
+    elif field.isdecimal() and 0 < int(field) <= len(first):
+        column = int(field) - 1
+        filled = chain([first], filled)  # there are no names
+    else:
+        names = " | ".join(first)[:80]
+        remedy = "set corpus.field=NAME, or a number if the columns have no names: 1, 2, ..."
+        raise CorpusError(f"{path} has no column {field!r} (its first line: {names}); {remedy}")
+    for row in filled:
+        if len(row) <= column:
+            few = f"has {len(row)} columns, and {field!r} is column {column + 1}"
+            raise CorpusError(f"{path} line {rows.line_num} {few}; correct the line")
+        yield f"line {rows.line_num}", row[column]
+
+
+def _rows(file: BufferedIOBase, kind: str, path: Path, field: str) -> Iterator[Entry]:
+    """Yield a column of a Parquet or Arrow file, as entries with one field."""
+    try:
+        from pyarrow import ipc, parquet
+    except ImportError:
+        needs = "is Parquet or Arrow, which needs a package"
+        raise CorpusError(f"{path} {needs}; pip install 'w2v[data]'") from None
+    open_table = {"parquet": parquet.ParquetFile, "arrow": ipc.open_file, "stream": ipc.open_stream}
+    table = open_table[kind](file)
+    schema = table.schema_arrow if kind == "parquet" else table.schema
+    column = field if field in schema.names else field.partition(".")[0]
+    if column not in schema.names:
+        has = ", ".join(f"{each.name}: {each.type}" for each in schema)[:80]
+        raise CorpusError(f"{path} has no column {field!r} (it has {has}); set corpus.field=NAME")
+    batches = table
+    if kind == "parquet":
+        batches = table.iter_batches(columns=[column])
+    elif kind == "arrow":
+        batches = map(table.get_batch, range(table.num_record_batches))
+    values = (value for batch in batches for value in batch.column(column).to_pylist())
+    for number, value in enumerate(values, 1):
+        yield f"row {number}", {column: value}
+
+
+def _lines(entries: Iterable[Entry], path: Path, field: str) -> Iterator[str]:
+    """Yield the text in a field of each entry, or an entry that is a text."""
+    missing: list[Entry] = []
+    found = 0
+    for where, entry in entries:
+        values = list(_values(entry, field)) if isinstance(entry, dict) else [entry]
+        values = [value for value in values if value is not None]
+        if not values:
+            missing.append((where, None if found else entry))
+            if not found and len(missing) == MOST_MISSING:
+                break
+            continue
+        try:
+            text = "".join(f"{_line(value)}\n" for value in values)
+        except TypeError as error:
+            raise _no_text(path, where, entry, field, str(error)) from None
+        if "\0" in text:  # refused in any text, but here the line is known
+            raise CorpusError(f"{path} {where} has \\u0000 in the field {field!r}; remove it")
+        found += 1
+        yield text
+    if missing and not found:
+        raise _no_text(path, *missing[0], field)
+    if missing:
+        without = f"{len(missing):,} of {found + len(missing):,} entries have no text"
+        log.warning(f"{path}: {without} in the field {field!r}, first {missing[0][0]}")
+
+
+def _values(entry: Any, field: str) -> Iterator[Any]:
+    """Yield what is in a field, or below it if its name has dots."""
+    name, _, rest = field.partition(".")
+    if isinstance(entry, list):
+        for each in entry:
+            yield from _values(each, field)
+    elif isinstance(entry, dict) and field in entry:
+        yield entry[field]
+    elif isinstance(entry, dict) and rest:
+        yield from _values(entry.get(name), rest)
+
+
+def _line(value: Any) -> str:
+    """Return a text, or tokens as one; a list of lists is a line for each."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise TypeError
+    if value and all(isinstance(each, list) for each in value):
+        return "\n".join(map(_line, value))
+    return TOKEN_END.join(map(_token, value)) + TOKEN_END
+
+
+def _token(value: Any) -> str:
+    """Return a token without white space: new york becomes new_york."""
+    if isinstance(value, int) and not isinstance(value, bool):  # such as a product
+        return str(value)
+    if not isinstance(value, str):
+        raise TypeError
+    if len(value.split()) > MOST_TOKEN_WORDS:
+        raise TypeError("; it has a sentence where a word should be")
+    return "_".join(value.split())
+
+
+def _no_text(path: Path, where: str, entry: Any, field: str, more: str = "") -> CorpusError:
+    """Return the error of an entry without text, which says what it has."""
+    found = type(entry).__name__
+    if isinstance(entry, dict):
+        found = ", ".join(f"{key}: {type(value).__name__}" for key, value in entry.items())
+    reason = f"has no text in the field {field!r} (it has {found[:80]}){more}"
+    return CorpusError(f"{path} {where} {reason}; set corpus.field=NAME")

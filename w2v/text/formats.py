@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 from w2v.config import SECTIONS, CorpusConfig
@@ -152,7 +153,7 @@ def _refuse(path: Path, head: Any, known: Iterable[tuple[Any, str, str]]) -> Non
     """Raise `CorpusError` if a file begins as one that is no text."""
     for pattern, what, command in known:
         if re.match(pattern, head, re.DOTALL | re.IGNORECASE):
-            remedy = command.format(path=path, stem=path.stem) or "leave it out"
+            remedy = command.format(path=quote(str(path)), stem=quote(path.stem)) or "leave it out"
             raise CorpusError(f"{path} is {what}, not plain text; {remedy}")
 
 

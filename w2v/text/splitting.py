@@ -52,14 +52,16 @@ def tokenize_mode(files: list[Path], settings: CorpusConfig) -> tuple[str, str]:
     if settings.tokenize not in ("auto", "words"):
         return settings.tokenize, ""
     some = files[:: -(-len(files) // SAMPLE_FILES)]
-    sample = ""
+    sample = b""
     for path in some:
         with opened(path, settings) as file:
-            sample += file.read(SAMPLE_BYTES // len(some)).decode(errors="replace")
-    if TOKEN_END in sample and settings.tokenize == "auto":
+            sample += file.read(SAMPLE_BYTES // len(some))
+    text = sample.decode(errors="replace")
+    if TOKEN_END in text and settings.tokenize == "auto":
         return "whitespace", ""
-    tokens = sample.split()
-    _require_spaces(some[0], sample, sum(map(len, tokens)))
+    if len(sample) > (1 + SPACELESS_SHARE) * len(text):  # such letters take three bytes or more
+        _require_spaces(some[0], text)
+    tokens = text.split()
     if settings.tokenize == "words":
         return "words", ""
     ending = [token for token in tokens if unicodedata.category(token[-1])[0] == "P"]
@@ -70,10 +72,11 @@ def tokenize_mode(files: list[Path], settings: CorpusConfig) -> tuple[str, str]:
     return "words", f"{100 * share:.0f} % of the tokens end in punctuation: tokenize=words"
 
 
-def _require_spaces(path: Path, sample: str, size: int) -> None:
-    """Raise `CorpusError` if words of the sample are not separated."""
+def _require_spaces(path: Path, text: str) -> None:
+    """Raise `CorpusError` if words of the text are not separated."""
+    size = len("".join(text.split()))
     for script, (letters, longest) in SPACELESS.items():
-        runs = [] if sample.isascii() else re.findall(letters, sample)
+        runs = re.findall(letters, text)
         found = sum(map(len, runs))
         if found > SPACELESS_SHARE * size and found > longest * len(runs):
             share = f"{100 * found / size:.0f} % of {path} is {script} without spaces"

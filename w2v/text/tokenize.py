@@ -249,11 +249,12 @@ def _normalize(text, size, becomes, new):
         i += length
         if point < len(becomes):
             point = becomes[point]
-            if point == UNKNOWN:
-                return -1
-            if point <= MARK:  # digits and spaces have no marks
+            if point < 0:
+                if point == UNKNOWN:
+                    return -1
+                # Digits and spaces have no marks.
                 is_marked = out > 0 and new[out - 1] > LAST_DIGIT
-                point = MARK - point if is_marked else BLANK
+                point = MARK - point if is_marked else np.int32(BLANK)
         if point < 0x80:
             new[out] = point
             out += 1

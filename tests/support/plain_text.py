@@ -17,7 +17,7 @@ def read_sentences(files, lowercase=False, tokenize="whitespace", max_sentence_l
     sentences = []
     for path in files:
         text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
-        text = re.sub("[\udc80-\udcff]", "\ufffd", text)
+        text = re.sub("[\udc80-\udcff]", "\ufffd", text).replace("\u200b", " ")
         for line in (text.lower() if lowercase else text).split("\n"):
             if tokenize == "words":
                 line = only_words(line)

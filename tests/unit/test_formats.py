@@ -58,6 +58,7 @@ TSV = b'1\tThe cat, it sat. Don\'t "stop"!\tpos\n2\t"A cat" & dog\tneg\n'
 QUOTED_TSV = b'id\ttext\n1\t"The cat, it sat. Don\'t ""stop""!"\n2\tA cat & dog\n'
 TOKENS = [["New", "York", "U.S.", "don't"], ["the", "U.S.", "los angeles"]]
 TOKEN_WORDS = "New York U.S. don't the U.S. los_angeles"
+SENTENCES = "the cat it sat on a mat a dog"
 JSON_TEXT = lines(*ENTRIES)
 
 
@@ -90,6 +91,7 @@ JSON_TEXT = lines(*ENTRIES)
         ("a.json", lines(*TOKENS), {}, TOKEN_WORDS),
         ("a.json", lines(*[{"t": tokens} for tokens in TOKENS]), {"field": "t"}, TOKEN_WORDS),
         ("a.json", lines({"text": TOKENS}), {}, TOKEN_WORDS),
+        ("a.jl", lines({"text": ["The cat, it sat on: a mat.", "A dog."]}), {}, SENTENCES),
         ("a.json", lines({"text": [12, 7]}, {"text": [7, 12]}), {}, "12 7 7 12"),
         # Tables.
         ("a.csv", CSV, {}, WORDS),
@@ -192,7 +194,7 @@ HTML = "<!DOCTYPE html>\n<html><body><p>The cat &amp; dog&nbsp;sat</p></body></h
         ("a.tsv", TSV, "no column 'text' .*corpus.field=NAME, or a number"),
         ("a.csv", CSV + b"3\n", "line 4 has 1 columns, and 'text' is column 2"),
         ("a.json", b'[{"text": "a b"}, {"text": ', " entry 2 is not JSON"),
-        ("a.jsonl", lines({"text": ["A cat sat on the mat."]}), "line 1 has .*a sentence where"),
+        ("a.json", b'{"model.window": 5}', "is a config"),
         ("a.jsonl", lines({"text": [{"a": 1}]}), "line 1 has no text in the field 'text'"),
     ],
 )
@@ -285,6 +287,9 @@ def test_a_hugging_face_dataset_on_disk_is_read(tmp_path):
         state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
         (folder / "state.json").write_text(json.dumps(state))
         (folder / "dataset_info.json").write_text('{"features": {}}')
+        if split == "test":  # as in the cache of the datasets package
+            (folder / "state.json").unlink()
+            (folder / "cache-1234.arrow").unlink()
     (tmp_path / "dataset" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert words(tmp_path / "dataset" / "train", tmp_path) == WORDS
     assert words(tmp_path / "dataset", tmp_path) == f"{WORDS} {WORDS}"
@@ -358,8 +363,10 @@ def test_text_without_spaces_is_refused_with_the_remedy(tmp_path, language):
     found = words(tmp_path / "a.txt", tmp_path, tokenize="icu").split()
     assert 1.5 < len(text) / len(found) < 8 and "。" not in found
     # As split by another tokenizer.
-    (tmp_path / "c.txt").write_text(" ".join(found) + " 。\n", encoding="utf-8")
-    assert words(tmp_path / "c.txt", tmp_path) == " ".join(found) + " 。"
+    for number, space in enumerate((" ", "\u200b")):
+        path = tmp_path / f"split{number}.txt"
+        path.write_text(space.join(found) + " 。\n", encoding="utf-8")
+        assert words(path, tmp_path) == " ".join(found) + " 。"
 
 
 @each_case(

@@ -22,7 +22,7 @@ from w2v.system.files import refused
 HEAD_BYTES = 1 << 16  # of a file, to recognize its format
 CHUNK = 1 << 20  # characters
 TOKEN_END = "\x1f"  # between the tokens of a list: white space that a text seldom has
-MOST_TOKEN_WORDS = 5  # "new york" is a token with a space; a sentence is none
+MOST_TOKEN_WORDS = 5  # in a list of words; "new york" is one, and a longer text a sentence
 MOST_MISSING = 100  # entries without the field before the first one that has it
 MARKUP_SHARE = 0.01  # of the tokens of a text: tags
 DEFAULT = CorpusConfig()
@@ -74,14 +74,15 @@ MARKED_UP = [  # the same for characters
 ]
 TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>")  # </s> ends a sentence
 DUMP = "<mediawiki"
-STRING = r'"(?:[^"\\]|\\.)*(?:\\?$|"'  # or its beginning, with a ")" after what follows
+STRING = r'"(?:[^"\\]|\\.)*'  # without its last quote, as it may be cut
 JSON = re.compile(
-    rf'\s*(\[?\s*\{{\s*{STRING}\s*:)|\[\s*\[?\s*{STRING}\s*(\]|,\s*("|$))))', re.DOTALL
+    rf'\s*(\[?\s*\{{\s*{STRING}(\\?$|"\s*:)|\[\s*\[?\s*{STRING}(\\?$|"\s*(\]|,\s*("|$))))',
+    re.DOTALL,
 )
-JSON_ENDINGS = {".json", ".jsonl", ".ndjson", ".jl"}
-TABLE_ENDINGS = {".csv", ".tsv", ".tab"}
+JSON_LINES = {"jsonl", "ndjson", "jl"}
+TABLE_ENDINGS = {"csv", "tsv", "tab"}
+CONFIG_ENDINGS = {"toml", "ini", "cfg", "yaml", "yml"}
 DELIMITERS = "\t,;|"
-CONFIG_ENDINGS = {".toml", ".ini", ".cfg", ".yaml", ".yml"}
 CONFIG = [("", "a config", "give settings as section.key=value, or in a .yaml file")]
 
 
@@ -125,7 +126,7 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
             return Format(kind)
     _refuse(path, head, NOT_TEXT)
     encoding = codecs.lookup(settings.encoding).name
-    if encoding == "utf-8":
+    if encoding.startswith("utf"):
         encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), encoding)
     decoder = codecs.getincrementaldecoder("utf-8-sig" if encoding == "utf-8" else encoding)
     text = decoder("replace").decode(head)
@@ -135,13 +136,17 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     if DUMP in text[:1000]:
         return Format("dump", encoding=encoding)
     _refuse(path, text, MARKED_UP)
-    endings = {ending.lower() for ending in path.suffixes[-2:]}
-    if endings & CONFIG_ENDINGS:
+    endings = [ending for ending in path.name.lower().split(".")[1:] if "." + ending not in PACKED]
+    ending = endings[-1] if endings else ""
+    if ending in CONFIG_ENDINGS:
         _refuse(path, text, CONFIG)
     is_whole = len(head) < HEAD_BYTES
-    if JSON_ENDINGS & endings or JSON.match(text):
-        return Format(_kind_of_json(path, text, endings, is_whole), encoding=encoding)
-    if dialect := _dialect(text, endings, settings.field, is_whole):
+    if ending in JSON_LINES:
+        return Format("lines", encoding=encoding)
+    if ending == "json" or JSON.match(text):
+        return Format(_kind_of_json(path, text, is_whole), encoding=encoding)
+    is_table = ending in TABLE_ENDINGS or settings.field.isdecimal()
+    if dialect := _dialect(text, settings.field, is_table, is_whole):
         return Format("csv", "", encoding, *dialect)
     tags = TAGS.findall(text)
     if len(tags) > MARKUP_SHARE * (1 + len(text.split())):
@@ -163,9 +168,9 @@ def binary_error(path: Path, reason: str) -> CorpusError:
     return CorpusError(f"{path} looks binary ({reason}); {remedy}")
 
 
-def guess_encoding(path: Path) -> str:
+def guess_encoding(path: Path, settings: CorpusConfig) -> str:
     """Return "=NAME" for the probable encoding of a file, if a package can tell."""
-    with suppress(ImportError), unpacked(path, recognize(path).packing) as file:
+    with suppress(ImportError), unpacked(path, recognize(path, settings).packing) as file:
         from charset_normalizer import from_bytes
 
         guess = from_bytes(file.read(HEAD_BYTES)).best()
@@ -174,27 +179,25 @@ def guess_encoding(path: Path) -> str:
     return "=NAME, such as latin-1"
 
 
-def _kind_of_json(path: Path, text: str, endings: set[str], is_whole: bool) -> str:
-    """Return whether each line is a value, or else the file is one."""
+def _kind_of_json(path: Path, text: str, is_whole: bool) -> str:
+    """Return "lines" if each line is a value, else "json"."""
     first, _, rest = text.strip().partition("\n")
-    if ".json" not in endings and endings & JSON_ENDINGS:
-        return "lines"
     for part, kind in ((text, "json"), (first, "lines")):
         with suppress(json.JSONDecodeError):
             value = json.loads(part)
-            if isinstance(value, dict) and value and value.keys() <= SECTIONS.keys():
+            names = {name.partition(".")[0] for name in value} if isinstance(value, dict) else {""}
+            if names <= SECTIONS.keys():
                 _refuse(path, text, CONFIG)
             return kind
     is_long_line = not (is_whole or rest or first.startswith("["))
     return "lines" if is_long_line else "json"
 
 
-def _dialect(text: str, endings: set[str], field: str, is_whole: bool) -> tuple[str, int] | None:
+def _dialect(text: str, field: str, is_table: bool, is_whole: bool) -> tuple[str, int] | None:
     """Return the delimiter of a table, and how it is quoted; None for other text."""
     first = text.lstrip("\r\n").partition("\n")[0]
     marks = [mark for mark in DELIMITERS if mark in first]
     named = [mark for mark in marks if field in next(csv.reader([first], delimiter=mark))]
-    is_table = field.isdecimal() or not endings.isdisjoint(TABLE_ENDINGS)
     if not (named or is_table):
         return None
     most = "\t" if "\t" in marks else max(",;|", key=first.count)
@@ -387,8 +390,8 @@ def _lines(entries: Iterable[Entry], path: Path, field: str) -> Iterator[str]:
             continue
         try:
             text = "".join(f"{_line(value)}\n" for value in values)
-        except TypeError as error:
-            raise _no_text(path, where, entry, field, str(error)) from None
+        except TypeError:
+            raise _no_text(path, where, entry, field) from None
         if "\0" in text:  # refused in any text, but here the line is known
             raise CorpusError(f"{path} {where} has \\u0000 in the field {field!r}; remove it")
         found += 1
@@ -413,31 +416,32 @@ def _values(entry: Any, field: str) -> Iterator[Any]:
 
 
 def _line(value: Any) -> str:
-    """Return a text, or tokens as one; a list of lists is a line for each."""
+    """Return a text; of a list, its words in a line, or a line for each sentence or list."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise TypeError
-    if value and all(isinstance(each, list) for each in value):
+    if any(isinstance(each, list) for each in value):
         return "\n".join(map(_line, value))
-    return TOKEN_END.join(map(_token, value)) + TOKEN_END
+    words = [_words(each) for each in value]
+    if any(len(parts) > MOST_TOKEN_WORDS for parts in words):
+        return "\n".join(map(" ".join, words))
+    return "".join("_".join(parts) + TOKEN_END for parts in words)  # new_york
 
 
-def _token(value: Any) -> str:
-    """Return a token without white space: new york becomes new_york."""
-    if isinstance(value, int) and not isinstance(value, bool):  # such as a product
-        return str(value)
+def _words(value: Any) -> list[str]:
+    """Return the words of a text or number, such as a product."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [str(value)]
     if not isinstance(value, str):
         raise TypeError
-    if len(value.split()) > MOST_TOKEN_WORDS:
-        raise TypeError("; it has a sentence where a word should be")
-    return "_".join(value.split())
+    return value.split()
 
 
-def _no_text(path: Path, where: str, entry: Any, field: str, more: str = "") -> CorpusError:
+def _no_text(path: Path, where: str, entry: Any, field: str) -> CorpusError:
     """Return the error of an entry without text, which says what it has."""
     found = type(entry).__name__
     if isinstance(entry, dict):
         found = ", ".join(f"{key}: {type(value).__name__}" for key, value in entry.items())
-    reason = f"has no text in the field {field!r} (it has {found[:80]}){more}"
+    reason = f"has no text in the field {field!r} (it has {found[:80]})"
     return CorpusError(f"{path} {where} {reason}; set corpus.field=NAME")

@@ -24,6 +24,7 @@ from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_lin
 from w2v.system.process import cores, terminate_with_parent
 from w2v.text.formats import DEFAULT, CorpusError, opened, recognize
 
+HUGGING_FACE = ("dataset_info.json", "dataset_dict.json")  # beside the files of a dataset
 CACHE = "cache"  # folder of the word ids, in corpus.data_dir
 CLOCK_TICK_NS = 20_000_000  # resolution of the times of files
 COARSE_TICK_NS = 2_000_000_000  # where they are whole seconds
@@ -91,11 +92,10 @@ def _visible_files(folder: Path, data_dir: Path) -> Iterator[Path]:
             continue
         entered.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if "dataset_info.json" in names and "state.json" in names:  # a Hugging Face dataset
+        if "dataset_info.json" in names and "state.json" in names:
             state = json.loads(Path(parent, "state.json").read_bytes())
             names = [entry["filename"] for entry in state["_data_files"]]
-        elif "dataset_dict.json" in names:  # its parts are in the folders
-            names = []
+        names = [name for name in names if name not in HUGGING_FACE]
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 

@@ -57,11 +57,11 @@ def tokenize_mode(files: list[Path], settings: CorpusConfig) -> tuple[str, str]:
         with opened(path, settings) as file:
             sample += file.read(SAMPLE_BYTES // len(some))
     text = sample.decode(errors="replace")
-    if TOKEN_END in text and settings.tokenize == "auto":
+    tokens = text.split()
+    if settings.tokenize == "auto" and text.count(TOKEN_END) > len(tokens) / 2:
         return "whitespace", ""
     if len(sample) > (1 + SPACELESS_SHARE) * len(text):  # such letters take three bytes or more
         _require_spaces(some[0], text)
-    tokens = text.split()
     if settings.tokenize == "words":
         return "words", ""
     ending = [token for token in tokens if unicodedata.category(token[-1])[0] == "P"]

@@ -24,6 +24,7 @@ LINE_END = -1  # among word numbers
 NEWLINE = ord("\n")
 BLANK = ord(" ")
 LAST_DIGIT = ord("9")
+ZERO_WIDTH_SPACE = "\u200b"  # between words of Khmer and others
 JOINER = "\u200d"  # of emoji
 UNKNOWN, MARK = -1, -2  # replacements that depend on other characters
 PADDING = 16  # bytes after a text, as eight are read at once: a space, then zeros
@@ -211,7 +212,7 @@ def replacements(words_only: bool, lowercase: bool, pictures: str = "") -> np.nd
     becomes = np.arange(limit, dtype=np.int32)
     for point in range(limit):
         character = chr(point)
-        if character.isspace():
+        if character.isspace() or character == ZERO_WIDTH_SPACE:
             becomes[point] = point if point == NEWLINE else ord(" ")
         elif words_only and (
             unicodedata.category(character)[0] == "M" or (pictures and character == JOINER)

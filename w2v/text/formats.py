@@ -41,6 +41,9 @@ MARKS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+COMMON_ENCODINGS = (
+    "cp1252 cp1251 koi8_r cp1253 cp1255 cp1256 big5 gb18030 cp932 euc_jp cp949".split()
+)
 COLUMNS = {rb"PAR1": "parquet", rb"ARROW1\0\0": "arrow", rb"\xff{4}.{3}\0": "stream"}
 PANDOC = "pandoc -t plain {path} -o {stem}.txt"
 UNTAG = "sed 's/<[^>]*>/ /g' {path} > {stem}.txt"
@@ -173,8 +176,7 @@ def guess_encoding(path: Path, settings: CorpusConfig) -> str:
     with suppress(ImportError), unpacked(path, recognize(path, settings).packing) as file:
         from charset_normalizer import from_bytes
 
-        guess = from_bytes(file.read(HEAD_BYTES)).best()
-        if guess and guess.encoding not in ("ascii", "utf_8"):
+        if guess := from_bytes(file.read(HEAD_BYTES), cp_isolation=COMMON_ENCODINGS).best():
             return f"={guess.encoding} (a guess)"
     return "=NAME, such as latin-1"
 
@@ -358,7 +360,7 @@ def _rows(file: BufferedIOBase, kind: str, path: Path, field: str) -> Iterator[E
         from pyarrow import ipc, parquet
     except ImportError:
         needs = "is Parquet or Arrow, which needs a package"
-        raise CorpusError(f"{path} {needs}; pip install 'w2v[data]'") from None
+        raise CorpusError(f"{path} {needs}; pip install pyarrow") from None
     open_table = {"parquet": parquet.ParquetFile, "arrow": ipc.open_file, "stream": ipc.open_stream}
     table = open_table[kind](file)
     schema = table.schema_arrow if kind == "parquet" else table.schema

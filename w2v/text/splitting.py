@@ -80,7 +80,7 @@ def _require_spaces(path: Path, text: str) -> None:
         found = sum(map(len, runs))
         if found > SPACELESS_SHARE * size and found > longest * len(runs):
             share = f"{100 * found / size:.0f} % of {path} is {script} without spaces"
-            remedy = "set corpus.tokenize=icu (pip install 'w2v[icu]') or module:function"
+            remedy = "set corpus.tokenize=icu (pip install icu4py) or module:function"
             raise CorpusError(f"{share}; {remedy}, or whitespace if it is split already")
 
 
@@ -115,7 +115,7 @@ def _icu(with_emoji: bool) -> Splitter:
     try:
         from icu4py.breakers import WordBreaker
     except ImportError:
-        raise CorpusError("corpus.tokenize=icu needs a package; pip install 'w2v[icu]'") from None
+        raise CorpusError("corpus.tokenize=icu needs a package; pip install icu4py") from None
 
     def words(line: str) -> Iterator[str]:
         for word in WordBreaker(line.lower(), "en"):

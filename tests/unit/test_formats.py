@@ -321,11 +321,12 @@ def test_a_wrong_encoding_is_refused(tmp_path, codec, text):
 
 def test_the_probable_encoding_is_named(tmp_path):
     pytest.importorskip("charset_normalizer")
-    (tmp_path / "a.txt").write_bytes(
-        ("Привет, мир. Как твои дела сегодня?\n" * 20).encode("cp1251")
-    )
-    with pytest.raises(CorpusError, match="set corpus.encoding=cp1251"):
-        words(tmp_path / "a.txt", tmp_path)
+    russian = "Привет, мир. Как твои дела сегодня?\n"
+    texts = {"cp1251": russian, "koi8_r": russian, "cp1252": NAIVE, "gb18030": "今天 天气 很好。\n"}
+    for codec, text in texts.items():
+        (tmp_path / "a.txt").write_bytes((text * 20).encode(codec))
+        with pytest.raises(CorpusError, match=f"set corpus.encoding={codec} "):
+            words(tmp_path / "a.txt", tmp_path)
 
 
 def test_few_broken_words_are_a_warning(tmp_path, caplog):

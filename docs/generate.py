@@ -41,9 +41,9 @@ CONFIGURATION = """\
 
     w2v train my/text.txt my.yaml train.epochs=3 optimizer.lr=0.05
 
-Settings on the command line override files; later ones override earlier ones. Code, such as
-`optimizer.name=package.Class`, is imported only if the command line or Python names it: if a file
-names it, repeat it on the command line. `w2v train --help-config` prints the list below (generated
+Settings on the command line override files; later ones override earlier ones. Code
+(`optimizer.name=package.Class`, `corpus.tokenize=module:function`) is imported only if the command
+line or Python names it: if a file names it, repeat it on the command line. `w2v train --help-config` prints the list below (generated
 by `make docs`). [Optimizers](optimizers.md#automatic-settings) says what `auto` chooses.
 """
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 Path(__file__).with_suffix(".ran").touch()
 class Opt(torch.optim.SGD): pass
+def words(line): return line.split()
 """
 NAME = "optimizer.name=w2v_theirs.Opt"
+WORDS = "corpus.tokenize=w2v_theirs:words"
 
 
 @pytest.fixture
@@ -28,11 +30,11 @@ def marker(tmp_path, monkeypatch):
     sys.modules.pop("w2v_theirs", None)
 
 
-def refused(capsys, *arguments):
+def refused(capsys, *arguments, name=NAME):
     """Run a command that must fail; return whether it names the remedy."""
     assert cli.main(list(map(str, arguments))) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    return f"add {NAME} to the command line" in error
+    return f"add {name} to the command line" in error
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["optimizer.lr=0.5"]])
@@ -54,6 +56,24 @@ def test_a_run_folder_imports_nothing(tmp_path, tiny_run, marker, capsys, more):
     (run / "config.yaml").write_text(config.replace("name: Adam", "name: w2v_theirs.Opt"))
     assert refused(capsys, "train", "--resume", run, *more)
     assert not marker.exists()
+
+
+def test_a_function_that_splits_text_is_named_on_the_command_line(tmp_path, marker, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text("corpus: {tokenize: 'w2v_theirs:words'}\n")
+    arguments = [file, *tiny_arguments(tmp_path)]
+    assert refused(capsys, "train", *arguments, name=WORDS)
+    assert refused(capsys, "compare", "adam", *arguments, name=WORDS)
+    assert not marker.exists() and not (tmp_path / "runs").exists()
+    assert cli.main(["train", *map(str, arguments), WORDS]) == 0
+    assert marker.exists()
+    (run,) = (tmp_path / "runs").iterdir()
+    marker.unlink()
+    del sys.modules["w2v_theirs"]
+    assert refused(capsys, "train", "--resume", run, name=WORDS)
+    cli.main(["nn", str(run), "a"])
+    assert not marker.exists()
+    assert cli.main(["train", "--resume", str(run), WORDS, "train.epochs=2"]) == 0
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])

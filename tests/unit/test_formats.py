@@ -130,6 +130,8 @@ JSON_TEXT = lines(*ENTRIES)
         ("a.txt", b"<s> the <unk> </s>\n<s> a </s>\n", {}, "<s> the <unk> </s> <s> a </s>"),
         ("a.txt", b"BMW PKW %PDF ID3 tags\n", {}, "BMW PKW %PDF ID3 tags"),
         ("a.xml", b"x y z\n", {}, "x y z"),
+        ("a.txt", b"The cat, it\rsat, a\rdog\r", {}, "the cat it sat a dog"),
+        ("a.jsonl", lines({"text": "a <mediawiki"}), {}, "a <mediawiki"),
         ("a.md", b"# Title\n\nThe cat, it sat.\n", {}, "the cat it sat"),
     ],
 )
@@ -293,6 +295,9 @@ def test_a_hugging_face_dataset_on_disk_is_read(tmp_path):
     (tmp_path / "dataset" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert words(tmp_path / "dataset" / "train", tmp_path) == WORDS
     assert words(tmp_path / "dataset", tmp_path) == f"{WORDS} {WORDS}"
+    (tmp_path / "dataset" / "train" / "state.json").write_text("{}")
+    with pytest.raises(CorpusError, match=r"train/state\.json cannot be read \(KeyError"):
+        words(tmp_path / "dataset", tmp_path)
 
 
 def test_a_remote_text_is_fetched_once(tmp_path):

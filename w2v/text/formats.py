@@ -76,7 +76,7 @@ MARKED_UP = [  # the same for characters
     (r"\s*(\d+\s+[\d:]+[,.]\d+ --> |WEBVTT\b)", "a file of subtitles", UNTIME),
 ]
 TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>")  # </s> ends a sentence
-DUMP = "<mediawiki"
+DUMP = re.compile(r"\s*(<\?xml[^>]*>\s*)?<mediawiki\b")
 STRING = r'"(?:[^"\\]|\\.)*'  # without its last quote, as it may be cut
 JSON = re.compile(
     rf'\s*(\[?\s*\{{\s*{STRING}(\\?$|"\s*:)|\[\s*\[?\s*{STRING}(\\?$|"\s*(\]|,\s*("|$))))',
@@ -136,7 +136,7 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     if "\0" in text:
         order = "le" if head[1::2].count(0) >= head[::2].count(0) else "be"
         raise binary_error(path, f"a NUL byte; corpus.encoding=utf-16-{order} if it is UTF-16")
-    if DUMP in text[:1000]:
+    if DUMP.match(text):
         return Format("dump", encoding=encoding)
     _refuse(path, text, MARKED_UP)
     endings = [ending for ending in path.name.lower().split(".")[1:] if "." + ending not in PACKED]
@@ -197,7 +197,7 @@ def _kind_of_json(path: Path, text: str, is_whole: bool) -> str:
 
 def _dialect(text: str, field: str, is_table: bool, is_whole: bool) -> tuple[str, int] | None:
     """Return the delimiter of a table, and how it is quoted; None for other text."""
-    first = text.lstrip("\r\n").partition("\n")[0]
+    first = re.split(r"[\r\n]", text.lstrip(), maxsplit=1)[0]
     marks = [mark for mark in DELIMITERS if mark in first]
     named = [mark for mark in marks if field in next(csv.reader([first], delimiter=mark))]
     if not (named or is_table):
@@ -380,14 +380,15 @@ def _rows(file: BufferedIOBase, kind: str, path: Path, field: str) -> Iterator[E
 
 def _lines(entries: Iterable[Entry], path: Path, field: str) -> Iterator[str]:
     """Yield the text in a field of each entry, or an entry that is a text."""
-    missing: list[Entry] = []
-    found = 0
+    first: Entry | None = None  # of those without the field
+    missing = found = 0
     for where, entry in entries:
         values = list(_values(entry, field)) if isinstance(entry, dict) else [entry]
         values = [value for value in values if value is not None]
         if not values:
-            missing.append((where, None if found else entry))
-            if not found and len(missing) == MOST_MISSING:
+            first = first or (where, entry)
+            missing += 1
+            if missing == MOST_MISSING and not found:
                 break
             continue
         try:
@@ -398,11 +399,11 @@ def _lines(entries: Iterable[Entry], path: Path, field: str) -> Iterator[str]:
             raise CorpusError(f"{path} {where} has \\u0000 in the field {field!r}; remove it")
         found += 1
         yield text
-    if missing and not found:
-        raise _no_text(path, *missing[0], field)
-    if missing:
-        without = f"{len(missing):,} of {found + len(missing):,} entries have no text"
-        log.warning(f"{path}: {without} in the field {field!r}, first {missing[0][0]}")
+    if first and not found:
+        raise _no_text(path, *first, field)
+    if first:
+        without = f"{missing:,} of {found + missing:,} entries have no text"
+        log.warning(f"{path}: {without} in the field {field!r}, first {first[0]}")
 
 
 def _values(entry: Any, field: str) -> Iterator[Any]:

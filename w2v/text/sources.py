@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_line
+from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_line, refused
 from w2v.system.process import cores, terminate_with_parent
 from w2v.text.formats import DEFAULT, CorpusError, opened, recognize
 
@@ -93,8 +93,9 @@ def _visible_files(folder: Path, data_dir: Path) -> Iterator[Path]:
         entered.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_info.json" in names and "state.json" in names:
-            state = json.loads(Path(parent, "state.json").read_bytes())
-            names = [entry["filename"] for entry in state["_data_files"]]
+            state = Path(parent, "state.json")
+            with refused(CorpusError, f"{state} cannot be read", "save the dataset again"):
+                names = [file["filename"] for file in json.loads(state.read_bytes())["_data_files"]]
         names = [name for name in names if name not in HUGGING_FACE]
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 

@@ -118,7 +118,7 @@ def _icu(with_emoji: bool) -> Splitter:
         raise CorpusError("corpus.tokenize=icu needs a package; pip install icu4py") from None
 
     def words(line: str) -> Iterator[str]:
-        for word in WordBreaker(line.lower(), "en"):
+        for word in WordBreaker(line.lower().replace("\ufe0f", ""), "en"):
             if any(map(str.isalnum, word)) or (with_emoji and EMOJI.match(word)):
                 yield word
 
@@ -143,7 +143,7 @@ def _split_lines(file: BufferedIOBase, split: Splitter, path: Path, name: str) -
     """Yield each line as words and spaces."""
     for number, line in enumerate(file, 1):
         try:
-            words = split(line.decode("utf-8", "surrogateescape").rstrip("\n"))
+            words = split(line.decode("utf-8", "surrogateescape").rstrip("\r\n"))
             yield (words if isinstance(words, str) else " ".join(words)) + "\n"
         except Exception as error:  # whatever a user's function raises
             reason = f"{type(error).__name__}: {one_line(error)}"

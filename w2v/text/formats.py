@@ -8,7 +8,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from itertools import chain
@@ -22,7 +22,6 @@ from w2v.system.files import refused
 HEAD_BYTES = 1 << 16  # of a file, to recognize its format
 CHUNK = 1 << 20  # characters
 TOKEN_END = "\x1f"  # between the tokens of a list: white space that a text seldom has
-MOST_TOKEN_WORDS = 5  # in a list of words; "new york" is one, and a longer text a sentence
 MOST_MISSING = 100  # entries without the field before the first one that has it
 MARKUP_SHARE = 0.01  # of the tokens of a text: tags
 DEFAULT = CorpusConfig()
@@ -67,6 +66,7 @@ NOT_TEXT = [  # first bytes, what they begin, and the command that helps
     ),
     (rb"SQLite format 3\0", "an SQLite database", "sqlite3 {path} 'select text from ...'"),
     (rb"\x89HDF|\x93NUMPY|\x80[\2-\5][c}\]\x95]", "a file of Python data", "write JSON lines"),
+    (rb"Obj\x01\x04|ORC[^ -~\s]", "an Avro or ORC table", "write it as Parquet"),
     (rb"\x7fELF", "a program", ""),
 ]
 HTML = "html|head|body|p|div|span|h[1-6]|table|ul|ol|li|a|b|i|br|center|font|img|article|section"
@@ -74,8 +74,10 @@ MARKED_UP = [  # the same for characters
     (rf"\s*(<!--.*?-->\s*)*<(!doctype html|({HTML})\b[^<]*>)", "HTML", f"{PANDOC} -f html"),
     (r'\s*<(\?xml|[\w:.-]+(\s+[\w:.-]+="[^"<]*")+\s*/?>)', "XML", UNTAG),
     (r"\s*(\d+\s+[\d:]+[,.]\d+ --> |WEBVTT\b)", "a file of subtitles", UNTIME),
+    (r"(\d+ \d+\s+)?\S+( -?\d*\.\d+(e[-+]?\d+)?){5,}\s", "a file of vectors", "w2v nn {path} WORD"),
 ]
-TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>")  # </s> ends a sentence
+# Of HTML and others; </s> ends a sentence of plain text.
+TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>|&(?:amp|nbsp|lt|gt|quot|#\d+);")
 DUMP = re.compile(r"\s*(<\?xml[^>]*>\s*)?<mediawiki\b")
 STRING = r'"(?:[^"\\]|\\.)*'  # without its last quote, as it may be cut
 JSON = re.compile(
@@ -99,8 +101,7 @@ class Format(NamedTuple):
     kind: str  # text, lines (of JSON), json, csv, parquet, arrow, stream (of Arrow), dump
     packing: str = ""  # the ending of packed files
     encoding: str = "utf-8"
-    delimiter: str = ""  # of csv
-    quoting: int = csv.QUOTE_MINIMAL
+    dialect: Mapping[str, Any] = {}  # of csv
 
     @property
     def is_utf8(self) -> bool:
@@ -150,10 +151,10 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
         return Format(_kind_of_json(path, text, is_whole), encoding=encoding)
     is_table = ending in TABLE_ENDINGS or settings.field.isdecimal()
     if dialect := _dialect(text, settings.field, is_table, is_whole):
-        return Format("csv", "", encoding, *dialect)
+        return Format("csv", encoding=encoding, dialect=dialect)
     tags = TAGS.findall(text)
     if len(tags) > MARKUP_SHARE * (1 + len(text.split())):
-        _refuse(path, text, [("", f"text with tags ({tags[0]})", UNTAG)])
+        _refuse(path, text, [("", f"text with tags ({tags[0]})", f"{PANDOC} -f html")])
     return Format("text", encoding=encoding)
 
 
@@ -195,16 +196,19 @@ def _kind_of_json(path: Path, text: str, is_whole: bool) -> str:
     return "lines" if is_long_line else "json"
 
 
-def _dialect(text: str, field: str, is_table: bool, is_whole: bool) -> tuple[str, int] | None:
-    """Return the delimiter of a table, and how it is quoted; None for other text."""
+def _dialect(text: str, field: str, is_table: bool, is_whole: bool) -> dict[str, Any]:
+    """Return arguments of csv.reader for a table, and none for other text."""
     first = re.split(r"[\r\n]", text.lstrip(), maxsplit=1)[0]
     marks = [mark for mark in DELIMITERS if mark in first]
     named = [mark for mark in marks if field in next(csv.reader([first], delimiter=mark))]
     if not (named or is_table):
-        return None
+        return {}
     most = "\t" if "\t" in marks else max(",;|", key=first.count)
     delimiter = (named or [most])[0]
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    dialect: dict[str, Any] = {"delimiter": delimiter, "strict": True}
+    if '\\"' in text and '""' not in text:
+        dialect["escapechar"] = "\\"
+    rows = csv.reader(io.StringIO(text, newline=""), **dialect)
     widths: list[int] = []
     is_regular = True
     try:
@@ -214,9 +218,10 @@ def _dialect(text: str, field: str, is_table: bool, is_whole: bool) -> tuple[str
     is_regular &= len(set(widths if is_whole else widths[:-1])) == 1
     # Prose may begin with a list of words, but has spaces after commas.
     if not is_table and (delimiter + " " in first or not is_regular or len(widths) < 2):
-        return None
-    quotes = csv.QUOTE_NONE if delimiter == "\t" and not is_regular else csv.QUOTE_MINIMAL
-    return delimiter, quotes
+        return {}
+    if delimiter == "\t" and not (is_regular and re.search(r'^"|\t"', text, re.MULTILINE)):
+        dialect["quoting"] = csv.QUOTE_NONE  # where quotes are characters as others
+    return dialect
 
 
 @contextmanager
@@ -310,10 +315,14 @@ def _json_values(text: io.TextIOBase, path: Path) -> Iterator[Entry]:
     decode = json.JSONDecoder().raw_decode
     buffer = text.read(CHUNK).lstrip()
     at = int(buffer.startswith("["))
+    is_closed = not at
     separators = re.compile(r"[\s,\]]*" if at else r"\s*")
     number = 1
     while True:
-        at = separators.match(buffer, at).end()  # type: ignore[union-attr]
+        between = separators.match(buffer, at)
+        assert between is not None
+        at = between.end()
+        is_closed |= "]" in between[0]
         try:
             value, at = decode(buffer, at)
             yield f"entry {number}", value
@@ -322,7 +331,7 @@ def _json_values(text: io.TextIOBase, path: Path) -> Iterator[Entry]:
             # Twice as much each time, as a value that was cut is read again from its start.
             if more := text.read(max(CHUNK, len(buffer) - at)):
                 buffer, at = buffer[at:] + more, 0
-            elif at < len(buffer):
+            elif at < len(buffer) or not is_closed:
                 raise _no_json(path, f"entry {number}", error) from None
             else:
                 return
@@ -335,7 +344,7 @@ def _no_json(path: Path, where: str, error: Exception) -> CorpusError:
 def _column(text: io.TextIOBase, found: Format, path: Path, field: str) -> Iterator[Entry]:
     """Yield the cells of a column: a name in the first row, or a number."""
     csv.field_size_limit(2**31 - 1)
-    rows = csv.reader(text, delimiter=found.delimiter, quoting=found.quoting)  # type: ignore
+    rows = csv.reader(text, **found.dialect)
     filled: Iterator[list[str]] = filter(None, rows)
     first = next(filled, [])
     if field in first:
@@ -347,11 +356,14 @@ def _column(text: io.TextIOBase, found: Format, path: Path, field: str) -> Itera
         names = " | ".join(first)[:80]
         remedy = "set corpus.field=NAME, or a number if the columns have no names: 1, 2, ..."
         raise CorpusError(f"{path} has no column {field!r} (its first line: {names}); {remedy}")
-    for row in filled:
-        if len(row) <= column:
-            few = f"has {len(row)} columns, and {field!r} is column {column + 1}"
-            raise CorpusError(f"{path} line {rows.line_num} {few}; correct the line")
-        yield f"line {rows.line_num}", row[column]
+    try:
+        for row in filled:
+            if not column < len(row) <= len(first):
+                raise csv.Error(f"it has {len(row)} columns instead of {len(first)}")
+            yield f"line {rows.line_num}", row[column]
+    except csv.Error as error:
+        where = f"{path} line {rows.line_num} cannot be read as columns ({error})"
+        raise CorpusError(f"{where}; quote texts as CSV does") from None
 
 
 def _rows(file: BufferedIOBase, kind: str, path: Path, field: str) -> Iterator[Entry]:
@@ -427,7 +439,8 @@ def _line(value: Any) -> str:
     if any(isinstance(each, list) for each in value):
         return "\n".join(map(_line, value))
     words = [_words(each) for each in value]
-    if any(len(parts) > MOST_TOKEN_WORDS for parts in words):
+    long = [parts for parts in words if len(parts) > 5 or (parts[1:] and parts[-1][-1] in ".!?")]
+    if len(long) > len(words) / 2:  # sentences
         return "\n".join(map(" ".join, words))
     return "".join("_".join(parts) + TOKEN_END for parts in words)  # new_york
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.each_case import each_case
-from w2v.config import CorpusConfig, VocabConfig, load_config
+from w2v.config import ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.text import formats
 from w2v.text.corpus import open_corpus
 from w2v.text.encode import encode_files
@@ -469,3 +469,27 @@ def test_two_texts_one_with_a_colon_in_its_name(tmp_path):
             )
             assert config.corpus.path == tuple(texts)
             assert len(open_corpus(config)[1].offsets) == len(texts) + 1
+
+
+def test_settings_of_texts_are_checked_and_saved(tmp_path):
+    for text, paths in {
+        "a:b.txt": ("a:b.txt",),
+        "[a.txt, 'b, c.csv']": ("a.txt", "b, c.csv"),
+        "[x].txt": ("[x].txt",),
+        "'[x]'": ("[x]",),
+    }.items():
+        config = load_config([], [f"corpus.path={text}", "corpus.encoding=Latin-1"])
+        assert config.corpus.path == paths
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config([tmp_path / "saved.yaml"]) == config
+    for setting, message in {
+        "corpus.path=[]": r"\[\] .* is not a text, or a list such as \[a.txt, b.txt\]",
+        "corpus.path=[a, [b]]": "is not a text, or a list",
+        "corpus.encoding=rot13": "corpus.encoding=rot13 is not a text encoding",
+        "corpus.encoding=utf-99": "corpus.encoding=utf-99 is not a text encoding",
+        "corpus.tokenize=word": "one of auto, .* or module:function; did you mean words",
+        "corpus.tokenize=a:b:c": "is not one of",
+        "corpus.emoji=maybe": "is not true or false",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_config([], [setting])

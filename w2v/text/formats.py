@@ -24,6 +24,7 @@ CHUNK = 1 << 20  # characters
 TOKEN_END = "\x1f"  # between the tokens of a list: white space that a text seldom has
 MOST_MISSING = 100  # entries without the field before the first one that has it
 MARKUP_SHARE = 0.01  # of the tokens of a text: tags
+FLAGS = re.DOTALL | re.IGNORECASE
 DEFAULT = CorpusConfig()
 log = logging.getLogger("w2v")
 
@@ -113,10 +114,12 @@ def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
     """Return the format of a file; raise `CorpusError` if it is no text."""
     with refused(CorpusError, *_unreadable(path)):
         with open(path, "rb") as file:
-            head = file.read(16)
+            head = file.read(HEAD_BYTES)
         packing = next((end for end, first in PACKED.items() if re.match(first, head)), "")
-        with unpacked(path, packing) as file:
-            return _recognize(path, file.read(HEAD_BYTES), settings)._replace(packing=packing)
+        if packing:
+            with unpacked(path, packing) as unpacked_file:
+                head = unpacked_file.read(HEAD_BYTES)
+        return _recognize(path, head, settings)._replace(packing=packing)
 
 
 def _unreadable(path: Path) -> tuple[str, str]:
@@ -126,7 +129,7 @@ def _unreadable(path: Path) -> tuple[str, str]:
 def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     """Return the format of an unpacked file that begins with these bytes."""
     for pattern, kind in COLUMNS.items():
-        if re.match(pattern, head, re.DOTALL):
+        if re.match(pattern, head, FLAGS):
             return Format(kind)
     _refuse(path, head, NOT_TEXT)
     encoding = codecs.lookup(settings.encoding).name
@@ -161,7 +164,7 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
 def _refuse(path: Path, head: Any, known: Iterable[tuple[Any, str, str]]) -> None:
     """Raise `CorpusError` if a file begins as one that is no text."""
     for pattern, what, command in known:
-        if re.match(pattern, head, re.DOTALL | re.IGNORECASE):
+        if re.match(pattern, head, FLAGS):
             remedy = command.format(path=quote(str(path)), stem=quote(path.stem)) or "leave it out"
             raise CorpusError(f"{path} is {what}, not plain text; {remedy}")
 

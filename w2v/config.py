@@ -107,7 +107,7 @@ class CorpusConfig(Section):
     field: str = key("text", "Field or column with the text: JSON, CSV, Parquet, Arrow.")
     encoding: str = key("utf-8", "Encoding of the text: any of Python's, such as latin-1.")
     tokenize: str = key("auto", "One of auto, whitespace, words, icu, or your own module:function.")
-    emoji: bool = key(False, "Emoji are words too, where the text is split into words.")
+    emoji: bool = key(False, "Take emoji as words of their own.")
     lowercase: bool = key(False, "Convert the text to lower case.")
     phrases: int = key(0, "Passes that join frequent pairs, such as new_york.", at_least=0)
     phrases_threshold: float = key(10.0, "Score that joins a pair, as gensim's Phrases.", above=0)

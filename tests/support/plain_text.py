@@ -31,7 +31,7 @@ def only_words(line):
     """Replace by spaces what is no part of a word: marks belong to letters."""
     kept = ""
     for character in line:
-        is_mark = unicodedata.category(character).startswith("M")
+        is_mark = unicodedata.category(character).startswith("M") or character in "\u200c\u200d"
         after_letter = kept[-1:] not in ("", " ") and kept[-1] not in "0123456789"
         is_part = after_letter if is_mark else character.isalnum() or character == "_"
         kept += character if is_part else " "

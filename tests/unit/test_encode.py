@@ -51,7 +51,17 @@ def check_against_plain(files, folder, workers, how, **limits):
 
 
 LETTERS = ["a", "b", "cd", "A", "é", "É", "İ", "Σ", "語", "😀", "\ufffd", "\ufeff", "long-word-x"]
-LETTERS += ["it's", "e\u0301.", "\ufe0f", "1\ufe0f\u20e3", "a1\u0301", "_x", "\x07", "\U00020000"]
+LETTERS += [
+    "it's",
+    "e\u0301.",
+    "\ufe0f",
+    "1\ufe0f\u20e3",
+    "a1\u0301",
+    "\u200c",
+    "_x",
+    "\x07",
+    "\U00020000",
+]
 SPACES = [" ", "\n", "\r\n", "\t", "\x0b", "\x1f", "\x85", "\xa0", "\u2028", "\u3000", "\u200b"]
 BROKEN = [b"\xff", b"\xc2", b"\xe2\x80", b"\xed\xa0\x80", b"\xf0\x9f", b"\x80"]
 PIECES = [piece.encode() for piece in LETTERS * 2 + SPACES] + BROKEN

@@ -449,10 +449,15 @@ def test_a_changed_function_reads_the_text_again(tmp_path, module):
 def test_marks_and_emoji(tmp_path):
     text = "I ❤️ you, 😀😀 e\u0301! 1️⃣ \u0301 (a\ufe0f) 👨‍👩‍👧 👍🏽 🇩🇪🇫🇷 हिन्दी.\n"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    plain = "i you e\u0301 1 a\ufe0f हिन्दी"
+    plain = "i you e\u0301 1 a\ufe0f हिन्दी"  # and no joiner
     assert words(tmp_path / "a.txt", tmp_path, tokenize="words") == plain
     emoji = "i ❤ you 😀 😀 e\u0301 1 a 👨‍👩‍👧 👍🏽 🇩🇪 🇫🇷 हिन्दी"
     assert words(tmp_path / "a.txt", tmp_path, tokenize="words", emoji=True) == emoji
+    (tmp_path / "b.txt").write_text("می\u200cرویم ශ්\u200dරී \u200d ok😀😀 :)\n", encoding="utf-8")
+    plain = "می\u200cرویم ශ්\u200dරී"
+    assert words(tmp_path / "b.txt", tmp_path, tokenize="words") == f"{plain} ok"
+    spaced = f"{plain} \u200d ok 😀 😀 :)"
+    assert words(tmp_path / "b.txt", tmp_path, tokenize="whitespace", emoji=True) == spaced
 
 
 def test_two_texts_one_with_a_colon_in_its_name(tmp_path):

@@ -351,7 +351,7 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
     text[size] = ord(" ")
     if not lowercase and text[:size].max() < 0x80:
         return CleanText(text, size)
-    if words_only and settings.emoji:
+    if settings.emoji:
         decoded = text[:size].tobytes().decode(errors="surrogateescape")
         spaced = EMOJI.sub(lambda found: f" {found[0]} ", decoded).replace("\ufe0f", "")
         encoded = spaced.encode(errors="surrogateescape")

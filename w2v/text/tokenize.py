@@ -25,7 +25,7 @@ NEWLINE = ord("\n")
 BLANK = ord(" ")
 LAST_DIGIT = ord("9")
 ZERO_WIDTH_SPACE = "\u200b"  # between words of Khmer and others
-JOINER = "\u200d"  # of emoji
+JOINERS = "\u200c\u200d"  # within words of Persian, Sinhala and others, and in emoji
 UNKNOWN, MARK = -1, -2  # replacements that depend on other characters
 PADDING = 16  # bytes after a text, as eight are read at once: a space, then zeros
 WORD, SPACE, END, NUL = range(4)  # kinds of bytes; all beyond ASCII are parts of words
@@ -214,9 +214,7 @@ def replacements(words_only: bool, lowercase: bool, pictures: str = "") -> np.nd
         character = chr(point)
         if character.isspace() or character == ZERO_WIDTH_SPACE:
             becomes[point] = point if point == NEWLINE else ord(" ")
-        elif words_only and (
-            unicodedata.category(character)[0] == "M" or (pictures and character == JOINER)
-        ):
+        elif words_only and (unicodedata.category(character)[0] == "M" or character in JOINERS):
             becomes[point] = MARK - point
         elif words_only and not (
             character.isalnum() or character == "_" or (pictures and re.match(pictures, character))

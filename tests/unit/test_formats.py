@@ -345,7 +345,7 @@ def test_the_probable_encoding_is_named(tmp_path):
 
 
 def test_few_broken_words_are_a_warning(tmp_path, caplog):
-    text = b"some words of a text\n" * 1000
+    text = b"some words of a text\n" * 990 + "some \ufffd of a text\n".encode() * 10
     (tmp_path / "a.txt").write_bytes(text + b"M\xe4dchen here\n" * 5)
     with caplog.at_level(logging.WARNING, "w2v"):
         assert words(tmp_path / "a.txt", tmp_path).endswith("M\ufffddchen here")

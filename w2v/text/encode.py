@@ -362,11 +362,11 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
         return clean
     # Bytes that are not UTF-8, or upper case that depends on its neighbors: seldom, so in Python.
     decoded = text[:size].tobytes().decode(errors="surrogateescape")
-    bad_line = 0
+    bad_line = bad_words = 0
     if bad := UNDECODABLE.search(decoded):
         bad_line = 1 + decoded.count("\n", 0, bad.start())
+        bad_words = len(list(filter(UNDECODABLE.search, decoded.split())))
     decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
-    bad_words = sum("\ufffd" in word for word in decoded.split()) if bad_bytes else 0
     repaired = (decoded.lower() if lowercase else decoded).encode()
     normalized = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
     return CleanText(*normalized, bad_bytes, bad_line, bad_words)

@@ -1,4 +1,4 @@
-"""Formats of texts, each by a small file that is made here: read right, or refused by name."""
+"""Small files of each format: read right, or refused by name."""
 
 import bz2
 import gzip

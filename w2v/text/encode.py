@@ -422,7 +422,7 @@ def _join_sentences(blocks: Iterable[tuple[EncodedBlock, int]]) -> Iterator[Enco
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows bytes by a bar, or in the log; 0: of no known total."""
+    """Show bytes by a bar, or in the log; 0 is an unknown total."""
     size = f" of {total / 1e6:,.0f}" if total else ""
     read = 0
     logged = time.monotonic()

@@ -1,4 +1,4 @@
-"""Formats of texts: recognized by their first bytes, read as lines of UTF-8."""
+"""Recognize formats of texts by their first bytes; read lines of UTF-8."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def binary_error(path: Path, reason: str) -> CorpusError:
 
 
 def guess_encoding(path: Path, settings: CorpusConfig) -> str:
-    """Return "=NAME" for the probable encoding of a file, if a package can tell."""
+    """Return "=NAME" for the probable encoding, if a package can tell."""
     with suppress(ImportError), unpacked(path, recognize(path, settings).packing) as file:
         from charset_normalizer import from_bytes
 
@@ -434,7 +434,7 @@ def _values(entry: Any, field: str) -> Iterator[Any]:
 
 
 def _line(value: Any) -> str:
-    """Return a text; of a list, its words in a line, or a line for each sentence or list."""
+    """Return a text, or the line or lines of a list."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Ways to split text into words: which one a text needs, and functions that do it."""
+"""Choose how a text is split into words, and split it by functions."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def is_plain(path: Path, settings: CorpusConfig) -> bool:
 
 @contextmanager
 def opened_words(path: Path, settings: CorpusConfig) -> Iterator[BufferedIOBase]:
-    """Open a file as UTF-8; a function splits its lines, if the settings name one."""
+    """Open a file as UTF-8, its lines split if the settings name a function."""
     split = splitter(settings)
     with opened(path, settings) as file:
         yield as_file(_split_lines(file, split, path, settings.tokenize)) if split else file

@@ -117,15 +117,39 @@ def test_any_config_file(program, tmp_path, content):
     program(tmp_path / "any.yaml", *tiny_arguments(tmp_path))
 
 
-ENDINGS = ["txt", "gz", "xz", "bz2", "zst", "xml"]
+ENDINGS = ["txt", "xml", "json", "jsonl", "csv", "tsv"]
+FIRST_BYTES = [
+    b"",
+    TEXT.encode(),
+    b"\x1f\x8b\x08",
+    b"\xfd7zXZ\0",
+    b"BZh91AY&SY",
+    b"\x28\xb5\x2f\xfd",
+]
+FIRST_BYTES += [
+    b"\xff\xfe",
+    b"PAR1",
+    b"ARROW1\0\0",
+    b"\xff\xff\xff\xff\1\0\0\0",
+    b"id,text\n1,",
+    b"<p>",
+]
+FIRST_BYTES += [
+    b'{"text": "',
+    b'[{"text": "',
+    b'["',
+    b'{"text": ["a", ',
+    b"text\tid\n",
+    b"<mediawiki",
+]
 
 
 @few_examples
-@given(st.binary(max_size=300), st.sampled_from(ENDINGS), st.booleans())
-def test_any_corpus(program, tmp_path, content, ending, text_first):
+@given(st.sampled_from(FIRST_BYTES), st.binary(max_size=300), st.sampled_from(ENDINGS))
+def test_any_corpus(program, tmp_path, first, content, ending):
     arguments = tiny_arguments(tmp_path)
     corpus = tmp_path / f"corpus.{ending}"
-    corpus.write_bytes(TEXT.encode() * text_first + content)
+    corpus.write_bytes(first + content)
     program(*arguments, f"corpus.path={corpus}")
 
 

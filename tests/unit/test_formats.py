@@ -1,6 +1,7 @@
 """Small files of each format: read right, or refused by name."""
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
@@ -12,15 +13,18 @@ import zipfile
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.each_case import each_case
 from w2v.config import ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.text import formats
-from w2v.text.corpus import open_corpus
+from w2v.text.corpus import NoKnownWords, open_corpus
 from w2v.text.encode import encode_files
 from w2v.text.formats import CorpusError
 from w2v.text.sources import locate
 from w2v.text.splitting import tokenize_mode
+from w2v.text.vocab import VocabError
 
 RAW = 'The cat, it sat. Don\'t "stop"!\nA cat & dog\n'
 WORDS = "the cat it sat don t stop a cat dog"
@@ -131,6 +135,7 @@ JSON_TEXT = lines(*ENTRIES)
         ("a.txt", b"{{Infobox}} the cat.\n", {}, "infobox the cat"),
         ("a.txt", b"text, lines.\nThe text, it is.\n", {}, "text lines the text it is"),
         ("a.txt", b"<s> the <unk> </s>\n<s> a </s>\n", {}, "<s> the <unk> </s> <s> a </s>"),
+        ("a.txt", "Orcé the\n".encode(), {}, "Orcé the"),
         ("a.txt", b"BMW PKW %PDF ID3 tags\n", {}, "BMW PKW %PDF ID3 tags"),
         ("a.xml", b"x y z\n", {}, "x y z"),
         ("a.txt", b"The cat, it\rsat, a\rdog\r", {}, "the cat it sat a dog"),
@@ -201,6 +206,7 @@ HTML = "<!DOCTYPE html>\n<html><body><p>The cat &amp; dog&nbsp;sat</p></body></h
         ("a.csv", CSV + b"3,a, b,c\n", r"line 4 .*\(it has 4 columns instead of 3\)"),
         ("a.csv", CSV + b'3,"a b,c\n4,d,e\n', r"line 5 .*\(unexpected end of data\)"),
         ("a.json", json.dumps(TEXTS)[:-1].encode(), "entry 3 is not JSON"),
+        ("a.txt", b"<!-- c -->\n" * 999 + b"the cat\n", "is text with tags"),
         ("a.txt", b"a&nbsp;cat &amp; dog\n", "is text with tags .&nbsp;"),
         ("a.vec", b"2 5\na .1 0.2 -0.3 1.5e-05 1.0 \n", "is a file of vectors.*; w2v nn"),
         ("glove.txt", b"the 0.1 0.2 -0.3 0.5 1.0\n", "is a file of vectors"),
@@ -498,3 +504,22 @@ def test_settings_of_texts_are_checked_and_saved(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_config([], [setting])
+
+
+FIRST_BYTES = [b"", RAW.encode(), b"\xff\xfe", b"id,text\n1,", b"text\tid\n", b"<p>", b"<mediawiki"]
+FIRST_BYTES += [b'{"text": "', b'[{"text": "', b'["', b'{"text": ["a", ', b'{"text": 1}\n', b'\\"']
+FIRST_BYTES += [b"\x1f\x8b\x08", b"\xfd7zXZ\0", b"BZh91AY&SY", b"\x28\xb5\x2f\xfd", b"PK\3\4"]
+FIRST_BYTES += [b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff\1\0\0\0"]
+
+
+@given(
+    st.sampled_from(FIRST_BYTES),
+    st.binary(max_size=100) | st.text('"\\{}[]:,\t\n <a&é中', max_size=60).map(str.encode),
+    st.sampled_from(["txt", "json", "jsonl", "csv", "tsv"]),
+    st.sampled_from(["text", "1", "a.b"]),
+)
+def test_any_bytes_are_read_or_refused(tmp_path_factory, first, content, ending, field):
+    folder = tmp_path_factory.mktemp("any")
+    (folder / f"a.{ending}").write_bytes(first + content)
+    with contextlib.suppress(CorpusError, VocabError, NoKnownWords):
+        words(folder / f"a.{ending}", folder, field=field)

@@ -67,18 +67,18 @@ NOT_TEXT = [  # first bytes, what they begin, and the command that helps
     ),
     (rb"SQLite format 3\0", "an SQLite database", "sqlite3 {path} 'select text from ...'"),
     (rb"\x89HDF|\x93NUMPY|\x80[\2-\5][c}\]\x95]", "a file of Python data", "write JSON lines"),
-    (rb"Obj\x01\x04|ORC[^ -~\s]", "an Avro or ORC table", "write it as Parquet"),
+    (rb"Obj\x01\x04|ORC[\1-\x08\x0e-\x1f]", "an Avro or ORC table", "write it as Parquet"),
     (rb"\x7fELF", "a program", ""),
 ]
 HTML = "html|head|body|p|div|span|h[1-6]|table|ul|ol|li|a|b|i|br|center|font|img|article|section"
 MARKED_UP = [  # the same for characters
-    (rf"\s*(<!--.*?-->\s*)*<(!doctype html|({HTML})\b[^<]*>)", "HTML", f"{PANDOC} -f html"),
+    (rf"\s*(<!--((?!-->).)*-->\s*)*<(!doctype html|({HTML})\b[^<]*>)", "HTML", f"{PANDOC} -f html"),
     (r'\s*<(\?xml|[\w:.-]+(\s+[\w:.-]+="[^"<]*")+\s*/?>)', "XML", UNTAG),
     (r"\s*(\d+\s+[\d:]+[,.]\d+ --> |WEBVTT\b)", "a file of subtitles", UNTIME),
     (r"(\d+ \d+\s+)?\S+( -?\d*\.\d+(e[-+]?\d+)?){5,}\s", "a file of vectors", "w2v nn {path} WORD"),
 ]
 # Of HTML and others; </s> ends a sentence of plain text.
-TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>|&(?:amp|nbsp|lt|gt|quot|#\d+);")
+TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>|<!--|&(?:amp|nbsp|lt|gt|quot|#\d+);")
 DUMP = re.compile(r"\s*(<\?xml[^>]*>\s*)?<mediawiki\b")
 STRING = r'"(?:[^"\\]|\\.)*'  # without its last quote, as it may be cut
 JSON = re.compile(

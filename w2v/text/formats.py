@@ -89,7 +89,7 @@ JSON_LINES = {"jsonl", "ndjson", "jl"}
 TABLE_ENDINGS = {"csv", "tsv", "tab"}
 CONFIG_ENDINGS = {"toml", "ini", "cfg", "yaml", "yml"}
 DELIMITERS = "\t,;|"
-CONFIG = [("", "a config", "give settings as section.key=value, or in a .yaml file")]
+CONFIG = [("", "a config", "leave it out; settings are section.key=value or a .yaml file")]
 
 
 class CorpusError(ValueError):

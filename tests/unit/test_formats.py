@@ -180,7 +180,7 @@ HTML = "<!DOCTYPE html>\n<html><body><p>The cat &amp; dog&nbsp;sat</p></body></h
         ("a.txt", b"%PDF-1.7\n", "is a PDF document"),
         ("a.png", b"\x89PNG\r\n\x1a\n\0\0", "is an image"),
         ("a.jpg", b"\xff\xd8\xff\xe0\0\x10JFIF", "is an image"),
-        ("a.mp3", b"ID3\x04\0\0", "is a recording"),
+        ("a.mp3", b"ID3\x04\0\0", "looks binary"),
         ("a.rtf", rb"{\rtf1\ansi The cat}", "is an RTF document"),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "is an Office document.*; soffice"),
         ("a.sqlite", b"SQLite format 3\0", "is an SQLite database.*; sqlite3"),

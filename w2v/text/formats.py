@@ -26,6 +26,7 @@ MOST_MISSING = 100  # entries without the field before the first one that has it
 MARKUP_SHARE = 0.01  # of the tokens of a text: tags
 FLAGS = re.DOTALL | re.IGNORECASE
 DEFAULT = CorpusConfig()
+UNREADABLE = "is it complete, and the package installed that reads it?"
 log = logging.getLogger("w2v")
 
 PACKED = {  # first bytes by the ending that smart_open knows
@@ -60,15 +61,9 @@ NOT_TEXT = [  # first bytes, what they begin, and the command that helps
     (rb"\{\\rtf", "an RTF document", PANDOC),
     (rb"\xd0\xcf\x11\xe0\xa1\xb1", "an Office document", "soffice --convert-to txt {path}"),
     (rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|II\*\0|MM\0\*|BM.{4}\0{4}", "an image", ""),
-    (
-        rb"ID3[\2-\4]\0|OggS\0|fLaC\0|RIFF.{4}(WAVE|AVI )|\x1aE\xdf\xa3|\0\0..ftyp",
-        "a recording",
-        "",
-    ),
     (rb"SQLite format 3\0", "an SQLite database", "sqlite3 {path} 'select text from ...'"),
     (rb"\x89HDF|\x93NUMPY|\x80[\2-\5][c}\]\x95]", "a file of Python data", "write JSON lines"),
     (rb"Obj\x01\x04|ORC[\1-\x08\x0e-\x1f]", "an Avro or ORC table", "write it as Parquet"),
-    (rb"\x7fELF", "a program", ""),
 ]
 HTML = "html|head|body|p|div|span|h[1-6]|table|ul|ol|li|a|b|i|br|center|font|img|article|section"
 MARKED_UP = [  # the same for characters
@@ -112,7 +107,7 @@ class Format(NamedTuple):
 
 def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
     """Return the format of a file; raise `CorpusError` if it is no text."""
-    with refused(CorpusError, *_unreadable(path)):
+    with refused(CorpusError, f"{path} cannot be read", UNREADABLE):
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
         packing = next((end for end, first in PACKED.items() if re.match(first, head)), "")
@@ -120,10 +115,6 @@ def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
             with unpacked(path, packing) as unpacked_file:
                 head = unpacked_file.read(HEAD_BYTES)
         return _recognize(path, head, settings)._replace(packing=packing)
-
-
-def _unreadable(path: Path) -> tuple[str, str]:
-    return f"{path} cannot be read", "is it complete, and the package installed that reads it?"
 
 
 def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
@@ -244,7 +235,10 @@ def unpacked(path: Path, packing: str) -> Iterator[BufferedIOBase]:
 def opened(path: Path, settings: CorpusConfig = DEFAULT) -> Iterator[BufferedIOBase]:
     """Open a file as UTF-8 text, whatever its format; every error names it."""
     found = recognize(path, settings)
-    with refused(CorpusError, *_unreadable(path)), unpacked(path, found.packing) as file:
+    with (
+        refused(CorpusError, f"{path} cannot be read", UNREADABLE),
+        unpacked(path, found.packing) as file,
+    ):
         yield file if found.is_utf8 else as_file(_texts(file, found, path, settings.field))
 
 

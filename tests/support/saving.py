@@ -25,6 +25,7 @@ def saving_run(folder, lines, *more, words=NEAR):
         f"corpus.data_dir={folder}",
         "model.vector_size=8",
         "vocab.min_count=1",
+        "run.report=false",
         "optimizer.lr=0.02",
         "train.device=cpu",
         "train.deterministic=true",

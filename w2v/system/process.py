@@ -236,7 +236,7 @@ class Signals:
             raise SystemExit(self.status)
 
     def _unraisable(self, error: Any) -> None:
-        """Print what Python cannot raise, such as errors of a callback, but no `SystemExit`."""
+        """Print an error that Python cannot raise, but no `SystemExit`."""
         if not isinstance(error.exc_value, SystemExit):
             self._report(error)
 

@@ -315,7 +315,7 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Bytes of CPU memory for a copy of the table, written while training goes on."""
+        """Bytes for a copy of the table, written while training goes on."""
         tables = self.table_bytes
         if not self.config.run.checkpoint_minutes or self.is_small:
             return 0

@@ -271,7 +271,7 @@ def _phases(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _maps(rows: Sequence[Row], names: Sequence[str], with_map: bool) -> list[dict[str, Any]]:
-    """Return words, vectors and, if wanted, places of a run of each of the best rows."""
+    """Return words, vectors and places of a run of each of the best rows."""
     saved: dict[str, Path] = {}  # folders by the name of the row
     for name, row in zip(names, rows, strict=True):
         with_vectors = [run.folder for run in row.runs if (run.folder / "vectors.kv").exists()]

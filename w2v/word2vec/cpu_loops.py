@@ -183,7 +183,7 @@ def make_buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple[np.nd
 
 @inlined
 def _list_targets(center, batch, memory):
-    """List rows of a center's targets, their labels, and how often each counts.
+    """List the rows of a center's targets, their labels and their counts.
 
     A negative that is drawn twice counts twice; one that is the center does not count. Returns how
     many targets there are, which all differ, and how many count.

@@ -105,13 +105,17 @@ class Format(NamedTuple):
         return self.kind in ("text", "dump") and self.encoding == "utf-8"
 
 
+def packing_of(head: bytes) -> str:
+    """Return the ending of packed files that begin with these bytes, or ""."""
+    return next((ending for ending, first in PACKED.items() if re.match(first, head)), "")
+
+
 def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
     """Return the format of a file; raise `CorpusError` if it is no text."""
     with refused(CorpusError, f"{path} cannot be read", UNREADABLE):
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
-        packing = next((end for end, first in PACKED.items() if re.match(first, head)), "")
-        if packing:
+        if packing := packing_of(head):
             with unpacked(path, packing) as unpacked_file:
                 head = unpacked_file.read(HEAD_BYTES)
         return _recognize(path, head, settings)._replace(packing=packing)

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from w2v.system.files import refused
+from w2v.text.formats import HEAD_BYTES, packing_of, unpacked
 from w2v.vectors import manifest, runs
 from w2v.vectors.manifest import VectorsError
 
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
-PACKED = {  # first bytes of compressed files, and the ending by which smart_open names the format
-    rb"\x1f\x8b": ".gz",
-    rb"BZh[1-9]1AY&SY": ".bz2",
-    rb"\xfd7zXZ\0": ".xz",
-    rb"\x28\xb5\x2f\xfd": ".zst",
-    rb"\x04\x22\x4d\x18": ".lz4",
-}
 OTHERS = {  # first bytes of files that are known and hold no vectors, or none that are read here
     b"\xba\x16\x4f\x2f": "is a model of fastText; use the .vec file beside it, or convert it: "
     "gensim.models.fasttext.load_facebook_vectors(FILE).save_word2vec_format('vectors.txt')",
@@ -143,7 +137,9 @@ def load_words(run: str | Path) -> Words:
     with refused(VectorsError, problem, AGAIN), np.errstate(over="raise"):
         if is_run:
             return _read_run(folder)
-        with _unpacked(path) as file:
+        with open(path, "rb") as file:
+            packing = packing_of(file.read(HEAD_BYTES))
+        with unpacked(path, packing) as file:
             return _read(path, file)
 
 
@@ -156,19 +152,7 @@ def _read_run(folder: Path) -> Words:
     return _checked(folder, cells[::2], _map_rows(folder / ARRAY), {"count": counts})
 
 
-def _unpacked(path: Path) -> BinaryIO:
-    """Open a file, decompressed if its first bytes are of a packed one."""
-    with open(path, "rb") as file:
-        first = file.read(16)
-    for magic, ending in PACKED.items():
-        if re.match(magic, first):
-            from smart_open import open as open_packed  # takes 50 ms
-
-            return open_packed(path, "rb", compression=ending)
-    return open(path, "rb")
-
-
-def _read(path: Path, file: BinaryIO) -> Words:
+def _read(path: Path, file: io.BufferedIOBase) -> Words:
     """Read vectors in the format that the first bytes tell."""
     head = file.read(BLOCK_BYTES)
     for magic, problem in OTHERS.items():
@@ -199,7 +183,7 @@ def _read(path: Path, file: BinaryIO) -> Words:
     return _fill(path, _text_rows(lines, dim, 2), dim, count, says)
 
 
-def _read_glove(path: Path, head: bytes, file: BinaryIO) -> Words:
+def _read_glove(path: Path, head: bytes, file: io.BufferedIOBase) -> Words:
     """Read text without a header: most lines tell the number of dimensions."""
     found = Counter(_numbers_of_lines(head))
     dim = max(found, key=lambda numbers: (found[numbers], -numbers), default=0)

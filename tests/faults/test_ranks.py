@@ -18,7 +18,7 @@ import time
 import pytest
 import torch
 
-from tests.support.programs import Programs
+from tests.support.programs import Programs, is_alive
 from tests.support.rank_processes import Pool
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.distributed import launcher
@@ -214,22 +214,37 @@ def test_torchrun_command_gives_the_same_vectors(
     assert status == 0 and vectors(tmp_path) == undisturbed[0], output
 
 
-def test_signal_while_a_rank_ends_does_not_end_the_job(monkeypatch):
-    first = 2**22  # above all process ids
-    started, ended = iter((first, first + 1)), iter((first, first + 1))
+def training_ranks(programs, folder, *arguments):
+    """Start ranks by --gpus; return their job and their processes, once they train."""
+    options = "train.epochs=500", "run.log_seconds=0.1", f"run.dir={folder}"
+    job = programs.start(*arguments, *options, "--gpus", RANKS, forked=True)
+    # The first line shows that ranks train; before, there is nothing to save.
+    programs.wait_for(lambda: [f for f in folder.glob("20*/metrics.jsonl") if f.stat().st_size])
+    return job, programs.ranks()
 
-    def wait():
-        process = next(ended)
-        os.kill(os.getpid(), signal.SIGTERM)  # the launcher has not noted yet that it has ended
-        return process, 0
 
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(os, "fork", lambda: next(started))
-    monkeypatch.setattr(os, "wait", wait)
-    alarm = signal.getsignal(signal.SIGALRM)
-    with launcher.default_signals():
-        assert launcher.fork_ranks(2) == 0
-    signal.signal(signal.SIGALRM, alarm)
+def test_ranks_end_with_the_process_that_has_started_them(programs, arguments, tmp_path):
+    job, ranks = training_ranks(programs, tmp_path, *arguments)
+    os.kill(job, signal.SIGKILL)
+    status, _ = programs.wait()
+    end = time.monotonic() + 30
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    output = programs.output.read_text()
+    assert status == -signal.SIGKILL and output.count("--resume") == 1, output  # they have saved
+
+
+def test_third_signal_ends_ranks_that_do_not_answer(programs, arguments, tmp_path):
+    job, ranks = training_ranks(programs, tmp_path, *arguments)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    for _ in range(3):  # ranks that answer save at the first, and end at once at the second
+        assert all(map(is_alive, ranks))
+        os.kill(job, signal.SIGINT)
+        time.sleep(0.5)
+    status, output = programs.wait()
+    assert status == 130 and not any(map(is_alive, ranks)) and "rror" not in output, output
 
 
 def wait_forever(ranks, folder):

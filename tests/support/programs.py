@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def _is_alive(process):
+def is_alive(process):
     """Return whether a process holds its files; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -112,7 +112,7 @@ class Programs:
             for process in processes:
                 os.kill(process, number)
         found = self.wait()
-        while any(map(_is_alive, processes)):
+        while any(map(is_alive, processes)):
             time.sleep(0.01)
         return found
 

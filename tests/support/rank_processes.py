@@ -4,14 +4,12 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import traceback
 from datetime import timedelta
 
 import torch
 
 from tests.support.processes import PROCESSES, fork
-from w2v.distributed import launcher
 from w2v.distributed import ranks as distributed_ranks
 from w2v.distributed.ranks import ProcessGroup
 
@@ -24,15 +22,13 @@ class Pool:
     def __init__(self, size, device="cpu"):
         self.device = device
         self._pipes, self._processes = [], []
-        # Rank 0 gets the socket itself: another test could take a port that is free for a while.
-        with socket.create_server(("localhost", 0)) as server:
-            for rank in range(size):
-                pipe, child_pipe = PROCESSES.Pipe()
-                listener = server if rank == 0 else None
-                arguments = child_pipe, rank, size, server.getsockname()[1], listener, device
-                self._pipes.append(pipe)
-                self._processes.append(fork(_serve, *arguments))
-            self._receive(self._pipes[0])  # it has the socket
+        # As of torchrun's agent: another test could take a port that is free for a while.
+        self._store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+        for rank in range(size):
+            pipe, child_pipe = PROCESSES.Pipe()
+            self._pipes.append(pipe)
+            arguments = child_pipe, rank, size, self._store.port, device
+            self._processes.append(fork(_serve, *arguments))
 
     def run(self, function, *arguments):
         """Return what `function(ranks, *arguments)` returns in each rank.
@@ -64,17 +60,15 @@ class Pool:
         return [process.exitcode for process in self._processes]
 
 
-def _serve(pipe, rank, size, port, listener, device):
+def _serve(pipe, rank, size, port, device):
     faulthandler.enable()
-    launcher.listener = listener
-    if listener:
-        pipe.send((False, None))
     # Many tests share the cores and GPUs: a rank that compiles kernels may take minutes.
     distributed_ranks.TIMEOUT = timedelta(seconds=SECONDS)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if device == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic algorithms
         torch.cuda.set_device(rank % torch.cuda.device_count())

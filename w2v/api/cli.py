@@ -20,7 +20,7 @@ from typing import NoReturn
 import w2v
 from w2v.distributed import launcher
 from w2v.system.console import escape_warnings, show
-from w2v.system.files import error_message, naming_file, nearest
+from w2v.system.files import naming_file, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast, limit_threads
 from w2v.vectors.datasets import RESTRICT_VOCAB
 
@@ -232,29 +232,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     if arguments is None:
         arguments = sys.argv[1:]
-    name, *rest = arguments or ["--help"]
     escape_warnings()
-    try:
-        if name == "help" and rest:
-            name, rest = rest[0], ["--help"]
-        if name in ("-h", "--help", "help"):
-            commands = "\n".join(f"  {name:<12}{COMMANDS[name][0]}" for name in COMMANDS)
-            show(OVERVIEW.format(commands=commands))
-            return 0
-        if name == "--version":
-            show(f"w2v {w2v.__version__}")
-            return 0
-        options = parse(name, rest)
-        with naming_file("the working directory"):
-            os.getcwd()  # where it was deleted, libraries of torch do not load
-        module, _, function = COMMANDS[name][1].partition(":")
-        return getattr(importlib.import_module(f"w2v.api.{module}"), function)(options) or 0
-    except (ValueError, MemoryError, OSError) as error:
-        # User errors are one line. Anything else is a bug and keeps its traceback.
-        launcher.report_error(error, error_message(error))
-        if isinstance(error, MemoryError):
-            return 3
-        return 2
+    return launcher.run(run_command, arguments or ["--help"])
+
+
+def run_command(arguments: Sequence[str]) -> int | None:
+    """Run a command; return the exit status if it has one of its own."""
+    name, *rest = arguments
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
+    if name in ("-h", "--help", "help"):
+        commands = "\n".join(f"  {name:<12}{COMMANDS[name][0]}" for name in COMMANDS)
+        show(OVERVIEW.format(commands=commands))
+        return None
+    if name == "--version":
+        show(f"w2v {w2v.__version__}")
+        return None
+    options = parse(name, rest)
+    with naming_file("the working directory"):
+        os.getcwd()  # where it was deleted, libraries of torch do not load
+    module, _, function = COMMANDS[name][1].partition(":")
+    return getattr(importlib.import_module(f"w2v.api.{module}"), function)(options)
 
 
 def start(*command: str) -> NoReturn:
@@ -267,7 +265,7 @@ def start(*command: str) -> NoReturn:
         # Ctrl-C ends the program without a traceback until `Signals` are handled.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        exit_fast(launcher.run(main, arguments))
+        exit_fast(main(arguments))
     # End quietly when the reader of a pipe, such as `head`, has ended.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with Signals():

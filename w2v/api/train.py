@@ -66,8 +66,9 @@ def run(options: argparse.Namespace) -> int | None:
         with launcher.on_all_ranks():
             if launcher.started():
                 raise ConfigError("--gpus and torchrun both start ranks; leave one of them out")
-        if (status := launcher.fork_ranks(options.gpus)) is not None:
-            return status
+        count = options.gpus
+        options.gpus = 1  # of each rank
+        return launcher.start_ranks(count, run, options)
     with Signals() as signals:
         folder = train(options, signals)
     if folder:  # tables are freed by now

@@ -7,6 +7,8 @@ printed once. This module imports torch only in jobs of several ranks.
 from __future__ import annotations
 
 import contextlib
+import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,15 +16,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import synchronize
 from typing import Any, NoReturn
 
 from w2v.system import console
+from w2v.system.files import error_message
 from w2v.system.process import terminate_with_parent
 
-TERMINATED_SECONDS = 30.0  # from a signal to the end of a rank, as torchrun has it
+CHECKPOINT_SECONDS = 4 * 3600  # that ranks may take from a signal to their end
 NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 PAUSE_SECONDS = 5.0  # before a rank exits because of another one, which reports its error first
-listener: socket.socket | None = None  # of rank 0 of `fork_ranks`: the other ranks connect to it
 
 
 class RankLost(RuntimeError):
@@ -40,58 +43,64 @@ def number(name: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def fork_ranks(count: int) -> int | None:
-    """Fork the ranks of a job on this host, and wait for them.
+def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) -> int:
+    """Run a function in each rank of a job on this host; return the exit status.
 
-    Ranks import torch in parallel; torchrun imports it before it starts them. Signals are forwarded
-    to all ranks; one that fails ends the others. Returns None in each rank, and the exit status in
-    the process that has started them.
+    torchrun's agent forks the ranks: they have torch, which is imported once. Signals go to all
+    ranks, and one that fails ends the others.
     """
-    global listener
-    parent = os.getpid()
-    running: set[int] = set()  # processes
-    failed = 0  # exit status of the first one that failed
-    signaled = False
-
-    def send(signum: int) -> None:
-        for process in running:
-            # A signal may come just after `os.wait` has returned this process.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signum)
-
-    def forward(signum: int, frame: object) -> None:
-        nonlocal signaled
-        signaled = True
-        send(signum)
-
-    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    # torch asks NVML for GPUs: a process that has opened the driver cannot fork others that use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    # Listens before any rank connects: one that is refused tries again after half a second.
-    with socket.create_server(("localhost", 0)) as server:
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
-        for rank in range(count):
-            if not (process := os.fork()):
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                os.setpgid(0, 0)  # or the terminal would send Ctrl-C too, and two end a run at once
-                terminate_with_parent(parent)
-                if rank == 0:
-                    listener = server.dup()
-                return None
-            running.add(process)
-    for signum in _signals_to_handle():
-        signal.signal(signum, forward)
-    signal.signal(signal.SIGALRM, lambda signum, frame: send(signal.SIGKILL))
-    while running:
-        process, status = os.wait()
-        running.discard(process)
-        if status and not failed:
-            failed = os.waitstatus_to_exitcode(status)
-            if failed < 0:
-                console.show(f"error: a rank was ended by signal {-failed}", file=sys.stderr)
-            if not signaled:  # they are stopping by themselves
-                send(signal.SIGTERM)
-                signal.setitimer(signal.ITIMER_REAL, TERMINATED_SECONDS)
-    return 2 if failed < 0 else failed
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # ranks report their errors themselves
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id="w2v",
+        max_restarts=0,
+        start_method="fork",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the name of this host may not resolve
+        logs_specs=DefaultLogsSpecs(os.devnull),
+        signals_to_handle=",".join(signum.name for signum in _signals_to_handle()),
+        shutdown_timeout=CHECKPOINT_SECONDS,
+    )
+    try:
+        elastic_launch(config, _rank)(os.getpid(), main, arguments)
+    except SignalException as signaled:
+        for process in multiprocessing.active_children():  # after a third signal
+            process.kill()
+        exit_now(128 + signaled.sigval)  # threads of the agent may still run
+    except ChildFailedError as failed:
+        status = failed.get_first_failure()[1].exitcode
+        if status > 0:
+            return status
+        console.show(f"error: a rank was ended by signal {-status}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _rank(parent: int, main: Callable[..., int | None], arguments: Sequence[Any]) -> int:
+    """Run a function in this rank, forked by `start_ranks`; exit if it fails."""
+    os.setpgid(0, 0)  # or the terminal would send Ctrl-C too, and two end a run at once
+    del os.environ["TORCHELASTIC_RUN_ID"]  # the job is not restarted
+    with default_signals():  # and not the agent's
+        terminate_with_parent(parent)
+        status = run(main, *arguments)
+
+    # A rank that is killed in torch's own wait for the other ranks would leave the agent waiting.
+    def wait(event: synchronize.Event) -> None:
+        while not event.is_set():
+            time.sleep(0.01)
+
+    synchronize.Event.wait = wait  # type: ignore[assignment, method-assign]
+    return status
 
 
 def require_environment() -> None:
@@ -171,18 +180,24 @@ def report_error(error: Exception, message: str) -> None:
 
 def record(error: BaseException) -> None:
     """Record an error for torchrun's summary, if there is torchrun."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
 
 
-def run(main: Callable[..., int], *arguments: Sequence[str]) -> int:
-    """Return the exit status of `main`; exit at once if a rank fails."""
-    status: Any
+def run(main: Callable[..., int | None], *arguments: Any) -> int:
+    """Return the exit status of `main`, and print its user error as one line.
+
+    A rank that fails exits at once. Any other error is a bug and keeps its traceback.
+    """
+    status: Any  # of SystemExit
     try:
-        status = main(*arguments)
+        status = main(*arguments) or 0
+    except (ValueError, MemoryError, OSError) as error:
+        report_error(error, error_message(error))
+        status = 3 if isinstance(error, MemoryError) else 2
     except BaseException as error:
         if not started():
             raise

@@ -189,18 +189,15 @@ class ProcessGroup(Ranks):
 
     def _store(self) -> dist.Store:
         """Connect to the store by which the ranks find each other."""
-        if launcher.listener is None:
-            try:
-                return next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
-            except dist.DistNetworkError as error:
-                if "EADDRINUSE" not in str(error):
-                    raise
-                port = f"MASTER_PORT={launcher.number('MASTER_PORT')}"
-                raise ValueError(
-                    f"{port} is in use on this host; set another port for all ranks"
-                ) from error
-        place = "localhost", launcher.number("MASTER_PORT"), self.size, True, TIMEOUT
-        return dist.TCPStore(*place, master_listen_fd=launcher.listener.detach())
+        try:
+            return next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = f"MASTER_PORT={launcher.number('MASTER_PORT')}"
+            raise ValueError(
+                f"{port} is in use on this host; set another port for all ranks"
+            ) from error
 
     def all_gather(self, fact: Any, group: str = "main") -> list[Any]:
         facts: list[Any] = [None] * self.size

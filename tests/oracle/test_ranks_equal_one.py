@@ -29,6 +29,7 @@ EPOCHS = 2
 GPU = pytest.mark.gpu
 KERNELS = [
     ("reference", "cpu"),
+    ("cpu", "cpu"),
     pytest.param("reference", "cuda", marks=GPU),
     pytest.param("cuda", "cuda", marks=GPU),
 ]
@@ -70,7 +71,8 @@ def trained(
 
 def check(run, device="cpu", dtype=None, engine="resident", room=0, **how):
     """Compare several ranks with one; `run` runs a body on each of them."""
-    how |= {"device": device, "dtype": dtype or {"cpu": torch.float64}.get(device, torch.float32)}
+    is_exact = device == "cpu" and how.get("kernels") != "cpu"
+    how |= {"device": device, "dtype": dtype or (torch.float64 if is_exact else torch.float32)}
     several = run(partial(trained, engine=engine, room=room, **how))
     tables, losses, pairs = trained(SINGLE, **how)
     near = NEAR[how["dtype"]]
@@ -124,16 +126,23 @@ CASES = {
     },
     # On a GPU the reference differs from that on a CPU by its pages and engines alone.
     lambda how, kernels, device, **_: (
-        kernels == "cuda" or device == "cpu" or how.keys() & {"engine", "steps_per_page"}
+        how.keys().isdisjoint({"engine", "dtype"})
+        if kernels == "cpu"
+        else kernels == "cuda" or device == "cpu" or how.keys() & {"engine", "steps_per_page"}
     ),
 )
 def test_ranks_in_threads(kernels, device, size, how):
     check(threads(size), kernels=kernels, device=device, **how)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name):
-    check(threads(3), name=name)
+def test_every_optimizer(name, kernels):
+    check(threads(3), name=name, kernels=kernels)
+
+
+def test_threads_of_ranks_change_the_order_of_sums_alone():
+    check(threads(2), kernels="cpu", threads=3, cap=8)
 
 
 @pytest.mark.gpu
@@ -165,6 +174,8 @@ def pool(device, request):
 @BACKENDS
 @pytest.mark.parametrize("engine, room", [("resident", 0), ("cache", 0.95)])
 def test_ranks_in_processes(pool, kernels, device, engine, room):
+    if kernels == "cpu" and engine == "cache":
+        pytest.skip("numba's kernels step tables where they are")
     how = {"kernels": kernels, "engine": engine, "room": room, "cap": 8, "steps_per_page": 2}
     check(partial(pool.run, in_deterministic_mode), device, **how)
 

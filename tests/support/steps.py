@@ -12,7 +12,7 @@ from w2v.rows.link import link_between
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table, uniform
 from w2v.word2vec.batch import Batch, Objective, StepShape, StepState, output_vectors
-from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
+from w2v.word2vec.cpu import CpuKernels, CpuShardKernels, SequentialSgdKernels, ThreadGrads, Threads
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
 from w2v.word2vec.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.word2vec.exchange import LocalExchange, RankExchange
@@ -83,7 +83,7 @@ def make_kernels(name, shape, threads=1, ranks=SINGLE):
         case "reference":
             return ReferenceKernels(shape)
         case "cpu":
-            return CpuKernels(shape, threads)
+            return (CpuKernels if ranks is SINGLE else CpuShardKernels)(shape, threads)
         case "sequential":
             return SequentialSgdKernels(shape, threads)
         case "cuda":

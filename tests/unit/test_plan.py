@@ -176,7 +176,8 @@ def test_what_a_machine_lacks_is_warned_of_once(machine, warned, gpu_bytes, monk
         (["train.deterministic=true"], CPU_ONLY, 1, "cpu"),
         (["train.kernels=reference"], CPU_ONLY, 1, "reference"),
         (["train.precision=bf16"], CPU_ONLY, 1, "reference"),
-        ([], CPU_ONLY, 2, "reference"),
+        ([], CPU_ONLY, 2, "cpu"),
+        (["optimizer.name=SGD", "optimizer.occurrence_cap=0"], CPU_ONLY, 2, "cpu"),
         (["optimizer.name=SGD", "optimizer.occurrence_cap=0"], CPU_ONLY, 1, "sequential"),
         (["optimizer.name=SGD", "optimizer.occurrence_cap=8"], CPU_ONLY, 1, "cpu"),
         (["optimizer.name=NAdam"], CPU_ONLY, 1, "cpu"),
@@ -199,7 +200,6 @@ def test_kernels(settings, machine, ranks, kernels):
     "setting, machine, ranks, obstacle",
     [
         ("train.precision=amp", CPU_ONLY, 1, "train.precision=amp"),
-        ("train.epochs=1", CPU_ONLY, 2, "there are 2"),
         ("optimizer.name=NAdam", WITH_GPU, 2, "optimizer.name=NAdam"),
         ("train.deterministic=true", WITH_GPU, 1, "train.deterministic=true"),
         ("train.epochs=1", WITHOUT_CUPY, 1, "CuPy"),

@@ -80,7 +80,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
         exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape, planning)
     step = TrainingStep(table, kernels, engine, exchange, plan.optimizer, state, planning)
     return_freed_memory()
-    if not (plan.on_gpu or plan.has_own_step):
+    if not plan.on_gpu and (plan.ranks.size > 1 or not plan.has_own_step):
         reuse_freed_memory()
     return TrainingLoop(plan.config, sampler, step)
 
@@ -197,13 +197,15 @@ def make_kernels(plan: Plan) -> Kernels:
         return TorchStepKernels(plan.shape)
     if plan.kernels == "reference":
         return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
-    from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
+    from w2v.word2vec import cpu  # numba takes half a second
 
+    if plan.ranks.size > 1:
+        return cpu.CpuShardKernels(plan.shape, plan.threads)
     if plan.kernels == "cpu":
-        return CpuKernels(plan.shape, plan.threads)
+        return cpu.CpuKernels(plan.shape, plan.threads)
     # Threads overtake each other in sequential SGD, so that only one is deterministic.
     threads = 1 if plan.config.train.deterministic else plan.threads
-    return SequentialSgdKernels(plan.shape, threads)
+    return cpu.SequentialSgdKernels(plan.shape, threads)
 
 
 def make_sampler(
@@ -261,9 +263,10 @@ def make_paging(plan: Plan, text: TrainingText) -> Paging:
     """Choose the steps that share a page, and the lookahead window."""
     transfer = plan.config.transfer
     if not plan.is_paged or not plan.slots:
-        # With all rows on the GPU, long pages cost nothing and save CPU time. But where torch
-        # steps, the gradients of all batches of a page are kept.
-        steps = MOST_STEPS if plan.slots and plan.has_own_step else 1
+        # Long pages cost nothing where rows do not move, and save launches or exchanges of ids. But
+        # where torch steps, the gradients of all batches of a page are kept.
+        saves = plan.slots or plan.ranks.size > 1
+        steps = MOST_STEPS if saves and plan.has_own_step else 1
         return Paging(transfer.steps_per_page or steps)
     # Batches of all ranks are drawn, to count how many of them find room in the caches.
     kernels = make_kernels(plan)

@@ -428,7 +428,9 @@ class Plan:
         else:  # an index of each row, and gradients, of each thread
             threads = torch.get_num_threads()
             found += 8 * self.vectors * (threads + 1)
-            found += 2 * gradient * threads * sum(self.touched(-(-centers // threads)))
+            # Several ranks send and receive weights and gradients, and sum these again.
+            arrays = 2 + 4 * (self.ranks.size > 1)
+            found += arrays * gradient * threads * sum(self.touched(-(-centers // threads)))
         if not self.has_own_step:
             rows = sum(self.touched(centers))
             if self.on_gpu:  # gradients of all batches under way, and indices of rows

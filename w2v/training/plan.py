@@ -155,18 +155,16 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
 def choose_kernels(config: Config, machine: Machine, ranks: Ranks = SINGLE) -> str:
     """Return the name of the kernels, one of `KERNELS`.
 
-    On the CPU, fused kernels are numba's, for one rank and float32. On a GPU they are CUDA's, which
+    On the CPU, fused kernels are numba's, for float32. On a GPU they are CUDA's, which
     add gradients in no fixed order, and so are not for runs that must repeat bit for bit.
     """
     train = config.train
     optimizer = RowOptimizer(config.optimizer)
     obstacle = ""
     if choose_device(config, machine).type == "cpu":
-        if ranks.size > 1:
-            obstacle = f"numba's kernels are for one rank, and there are {ranks.size}"
-        elif train.precision != "float32":
+        if train.precision != "float32":
             obstacle = f"train.precision={train.precision} needs plain torch on the CPU"
-        fused = "sequential" if optimizer.is_plain_sgd else "cpu"
+        fused = "sequential" if optimizer.is_plain_sgd and ranks.size == 1 else "cpu"
     else:
         if not machine.cuda_cupy:
             obstacle = "CuPy cannot be imported"

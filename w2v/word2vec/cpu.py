@@ -25,12 +25,15 @@ from w2v.word2vec.batch import (
     Batch,
     BatchSeed,
     Grads,
+    IdsByRank,
+    Objective,
     Pool,
     RowGrads,
     RowOptimizer,
     StepShape,
     StepState,
     Table,
+    Tree,
     Update,
     max_batch_rows,
 )
@@ -251,6 +254,117 @@ class CpuKernels:
         faults = self.threads.run(lambda thread: cpu_loops.step_rows(thread, *arguments))
         for number in range(2):
             note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
+
+
+class CpuShardKernels(CpuKernels, ReferenceKernels):
+    """The operations of `w2v.kernels.ShardKernels` by numba.
+
+    Borrowed rows are those of L local words, on which the loop of one process runs. The gradients
+    that ranks send of this one's rows are summed as those of threads are.
+    """
+
+    def __init__(self, shape: StepShape, threads: int):
+        ReferenceKernels.__init__(self, shape)
+        CpuKernels.__init__(self, shape, threads)
+        self._is_listed_A = np.zeros(shape.rows, np.bool_)
+        self._local_V = np.full(shape.vectors, -1, np.int32)  # each word's number in a batch
+        self._places_U = torch.empty(0, dtype=torch.int64)  # the rows of local words
+        self._weights_LP = torch.empty(0, padded(shape.dim))
+        self._owned: Any = None  # `ThreadGrads` of the shard
+
+    def _by_owner(self, batch: Batch, send_N: Tensor) -> tuple[Tensor, Tensor]:
+        shape, tree = self.shape, batch.objective.tree
+        most = max_batch_rows(batch, shape.vectors) + shape.world_size * shape.header_rows
+        rows_U, ids_U = torch.empty(most, dtype=torch.int64), torch.empty(most, dtype=torch.int32)
+        text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
+        drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
+        path = tuple(part.numpy() for part in tree[:2]) if tree else NO_PATH[:2]
+        memory = self._is_listed_A, send_N.numpy(), np.empty(most, np.int64)
+        listed = rows_U.numpy(), ids_U.numpy()
+        cpu_loops.list_requests(text, drawn, path, shape.header_rows, *memory, *listed)
+        return rows_U, ids_U
+
+    def own(self, ids_M: Tensor) -> Any:
+        """Return room for the gradients that `collect` adds."""
+        shape, threads = self.shape, self.threads.count
+        most = min(-(-len(ids_M) // threads), shape.shard_rows)
+        if not (self._owned and self._owned.has_room(most)):
+            self._owned = ThreadGrads(shape.shard_rows, most, shape.dim, threads)
+        loss, pairs = torch.zeros(2, dtype=torch.float64)
+        return Grads(self._owned, loss, pairs.long())
+
+    def gather_weights(self, ids_M: Tensor, view: View) -> Tensor:
+        weights_MD = torch.empty(len(ids_M), self.shape.dim)
+        arrays = ids_M.numpy(), view.records_SR.numpy(), weights_MD.numpy()
+        self._on_shares(len(ids_M), lambda _, *part: cpu_loops.gather_weights(*part, *arrays))
+        return weights_MD
+
+    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, View]:
+        if len(self._weights_LP) < 2 * len(rows_U):
+            self._weights_LP = torch.empty(2 * len(rows_U), padded(self.shape.dim))
+        self._places_U = torch.empty_like(rows_U)
+        arrays = self._local_V, self._places_U.numpy(), self._weights_LP.numpy()
+        cpu_loops.number_words(rows_U.numpy(), weights_UD.numpy(), *arrays)
+        pairs_U = None
+        if self.shape.count_pairs:
+            pairs_U = torch.zeros(len(rows_U), dtype=torch.int32)
+        rows = RowGrads(rows_U, None, torch.zeros_like(weights_UD), pairs_U, None)
+        return Grads(rows, owned.loss, owned.pairs), View(self._weights_LP, None)
+
+    def gradients(self, batch: Batch, view: View, grads: Any, lr: float) -> Any:
+        local_V, rows_U = self._local_V, grads.rows.index_A
+        centers = batch.windows_B.shape[0]
+        text = slice(max(batch.first - batch.window, 0), batch.first + centers + batch.window)
+        local = batch._replace(
+            words_n=torch.from_numpy(local_V[batch.words_n[text].numpy()]),
+            sentences_n=batch.sentences_n[text],
+            first=batch.first - text.start,
+            negatives_BK=torch.from_numpy(local_V[batch.negatives_BK.numpy()]),
+            objective=self._local_objective(batch.objective, rows_U),
+        )
+        found = super().gradients(local, view, self.unique_rows(batch), lr)
+        local_V[rows_U.numpy() // 2] = -1
+        indices_L = torch.empty(len(view.records_SR), dtype=torch.int64)
+        is_row_U = rows_U >= 0
+        indices_L[self._places_U[is_row_U]] = torch.nonzero(is_row_U).flatten()
+        found_U, grad_UD, pairs_U = found.rows.merge(self.threads)
+        grads.rows.grad_UD.index_copy_(0, indices_L[found_U], grad_UD)
+        if grads.rows.pairs_U is not None:
+            grads.rows.pairs_U.index_copy_(0, indices_L[found_U], pairs_U)
+        return grads._replace(loss=found.loss, pairs=found.pairs)
+
+    def _local_objective(self, objective: Objective, rows_U: Tensor) -> Objective:
+        """Return the objective with the paths of local words, in local nodes."""
+        if objective.tree is None:
+            return objective
+        begin_V, nodes_P, codes_P = (part.numpy() for part in objective.tree[:3])
+        words_L = np.unique(rows_U.numpy()[rows_U.numpy() >= 0] // 2)
+        words_L = words_L[np.argsort(self._local_V[words_L])]
+        words_L = words_L.clip(max=len(begin_V) - 2)  # others are nodes, and have no path
+        lengths_L = begin_V[words_L + 1] - begin_V[words_L]
+        begin_L = np.concatenate([[0], lengths_L.cumsum()])
+        at_P = np.repeat(begin_V[words_L] - begin_L[:-1], lengths_L) + np.arange(begin_L[-1])
+        arrays = begin_L, self._local_V[nodes_P[at_P]], codes_P[at_P]
+        begin, nodes, codes = map(torch.from_numpy, arrays)
+        return objective._replace(tree=Tree(begin, nodes, codes, objective.tree.depth))
+
+    def collect(
+        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Any, fault: Tensor
+    ) -> None:
+        grad_MD, pairs_M = grads
+        pairs = np.empty(0, np.int32) if pairs_M is None else pairs_M.numpy()
+        arrays = self.threads.count, received.ids_M.numpy(), grad_MD.numpy(), pairs
+
+        def add(thread: int, begin: int, end: int) -> None:
+            cpu_loops.add_received(begin, end, *arrays, owned.rows.of_thread[thread])
+
+        self._on_shares(len(grad_MD), add)
+        self._join_headers(received, grad_MD, owned, fault)
+
+    def _on_shares(self, count: int, function: Callable[[int, int, int], None]) -> None:
+        """Call a function with the number of each thread, and its share of `count`."""
+        threads = self.threads.count
+        self.threads.run(lambda thread: function(thread, *share(thread, threads, count)))
 
 
 class SequentialSgdKernels(CpuKernels):

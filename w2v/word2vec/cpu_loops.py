@@ -104,7 +104,7 @@ def _add(row, values_NP, place, pairs, unique):
 
     A row that the thread has not touched yet is added to its unique rows.
     """
-    padded = unique.grad_UP.shape[1]
+    padded = values_NP.shape[1]  # or not, of a gradient from another rank
     index = unique.index_A[row]
     if index >= 0:
         unique.pairs_U[index] += pairs
@@ -594,6 +594,102 @@ def step_rows(owner, formula, states, records_AR, step_column, constants, grads,
             for r in range(width):
                 record_R[r] = before_R[r]
     return faults
+
+
+@inlined
+def _request(row, is_listed_A, send_N, found_U, count):
+    """List a row for its owner, unless it is listed; return how many are."""
+    if not is_listed_A[row]:
+        is_listed_A[row] = True
+        send_N[row // 2 % len(send_N)] += 1
+        found_U[count] = row
+        count += 1
+    return count
+
+
+@compiled
+def list_requests(text, drawn, path, headers, is_listed_A, send_N, found_U, rows_U, ids_U):
+    """List the rows of a batch's pairs by owner, as `ShardKernels.list_requests` does.
+
+    is_listed_A: False for each row, and again at the end. found_U is scratch memory.
+    """
+    words_n, sentences_n, first = text
+    windows_B, negatives_BK = drawn
+    begin_V, nodes_P = path
+    size, count = len(send_N), 0
+    for center in range(len(windows_B)):
+        at = first + center
+        left, right = _window(sentences_n, at, windows_B[center])
+        if right - left < 2:
+            continue
+        for c in range(left, right):
+            if c != at:
+                count = _request(2 * words_n[c], is_listed_A, send_N, found_U, count)
+        if negatives_BK.shape[1]:
+            count = _request(2 * words_n[at] + 1, is_listed_A, send_N, found_U, count)
+        for k in range(negatives_BK.shape[1]):
+            row = 2 * negatives_BK[center, k] + 1
+            count = _request(row, is_listed_A, send_N, found_U, count)
+        if len(begin_V):
+            for p in range(begin_V[words_n[at]], begin_V[words_n[at] + 1]):
+                count = _request(2 * nodes_P[p] + 1, is_listed_A, send_N, found_U, count)
+
+    # Each owner's part begins with a header. Meanwhile `send_N` says where its next row goes.
+    place = 0
+    for owner in range(size):
+        rows_U[place : place + headers] = -1
+        ids_U[place : place + headers] = -1
+        begin = place + headers
+        place = begin + send_N[owner]
+        send_N[owner] = begin
+    for u in range(count):
+        row = found_U[u]
+        owner = row // 2 % size
+        rows_U[send_N[owner]] = row
+        ids_U[send_N[owner]] = row // 2 // size * 2 + row % 2
+        send_N[owner] += 1
+        is_listed_A[row] = False
+    for owner in range(size - 1, 0, -1):
+        send_N[owner] -= send_N[owner - 1]
+
+
+@compiled
+def gather_weights(begin, end, ids_M, records_AR, weights_MD):
+    """Copy the weights of requested rows [begin, end)."""
+    for m in range(begin, end):
+        if ids_M[m] >= 0:
+            record_R, weight_D = records_AR[ids_M[m]], weights_MD[m]
+            for d in range(len(weight_D)):
+                weight_D[d] = record_R[d]
+
+
+@compiled
+def number_words(rows_U, weights_UD, local_V, places_U, weights_LP):
+    """Number the words of borrowed rows; copy weights to the rows of these words.
+
+    local_V: -1 before. places_U: set to the row of the local word.
+    """
+    words = 0
+    for u in range(len(rows_U)):
+        word = rows_U[u] // 2
+        if word < 0:
+            continue
+        if local_V[word] < 0:
+            local_V[word] = words
+            words += 1
+        places_U[u] = 2 * local_V[word] + rows_U[u] % 2
+        simd.blend(0, weights_LP, places_U[u], one, weights_UD, u, weights_UD.shape[1])
+
+
+@compiled
+def add_received(begin, end, owners, ids_M, grad_MD, pairs_M, unique):
+    """Add the gradients [begin, end) of other ranks to a thread's unique rows."""
+    unique = UniqueRows(*unique)
+    unique.count_1[0] = 0
+    for m in range(begin, end):
+        if ids_M[m] >= 0:
+            _add(ids_M[m], grad_MD, m, pairs_M[m] if len(pairs_M) else 0, unique)
+    sort_by_owner(unique, owners)
 
 
 @inlined

@@ -331,6 +331,13 @@ class ReferenceKernels(ShardKernels):
     def list_requests(
         self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
     ) -> tuple[Tensor, Tensor]:
+        rows_U, ids_U = self._by_owner(batch, send_N)
+        # The counts travel in the headers of the page before; ~count is negative, as no id is.
+        before.ids_M[_starts(before.count_N)] = ~send_N
+        return rows_U, ids_U
+
+    def _by_owner(self, batch: Batch, send_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the batch's rows and ids by owner, each part after its header."""
         shape, size = self.shape, self.shape.world_size
         rows_U, _ = self._unique(expand(batch))
         headers = torch.arange(size, device=shape.device).repeat_interleave(shape.header_rows)
@@ -338,8 +345,6 @@ class ReferenceKernels(ShardKernels):
         # Stable, so that the part of each owner begins with its header.
         order = torch.argsort(owners, stable=True)
         send_N.add_(torch.bincount(owners, minlength=size))
-        # The counts travel in the headers of the page before; ~count is negative, as no id is.
-        before.ids_M[_starts(before.count_N)] = ~send_N
         no_row = torch.full_like(headers, -1)
         ids_U = torch.cat([no_row, rows_U // 2 // size * 2 + rows_U % 2])
         return torch.cat([no_row, rows_U])[order], ids_U.int()[order]
@@ -385,6 +390,12 @@ class ReferenceKernels(ShardKernels):
         sums.grad_UD.index_add_(0, indices, grad_MD[is_row_M])
         if pairs_M is not None and sums.pairs_U is not None:
             sums.pairs_U.index_add_(0, indices, pairs_M[is_row_M])
+        self._join_headers(received, grad_MD, owned, fault)
+
+    def _join_headers(
+        self, received: IdsByRank, grad_MD: Tensor, owned: Grads, fault: Tensor
+    ) -> None:
+        """Sum loss and pairs of all ranks; join their faults."""
         words_MD = grad_MD.view(torch.int32)
         starts = _starts(received.count_N).tolist()
         headers = [words_MD[start:].reshape(-1)[:HEADER_WORDS] for start in starts]

@@ -28,6 +28,7 @@ from w2v.system.files import one_line
 TIMEOUT = timedelta(seconds=60)  # for a rank that does not answer while all train
 LONG_TIMEOUT = timedelta(hours=4)  # while one rank scores or writes files for all
 HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_TIMEOUT = timedelta(seconds=20)  # a machine that is cut off closes no connection
 
 
 class RanksDiffer(ValueError):
@@ -182,7 +183,7 @@ class ProcessGroup(Ranks):
             gloo: dict[str, Any] = {"backend": "gloo", "timeout": LONG_TIMEOUT}
             self._object_groups = {name: dist.new_group(**gloo) for name in ("main", "background")}
             self._row_groups = {"main": None, "prefetch": dist.new_group(timeout=TIMEOUT)}
-            self._heartbeats = dist.new_group(**gloo)
+            self._heartbeats = dist.new_group(backend="gloo", timeout=HEARTBEAT_TIMEOUT)
         self._leaving = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()

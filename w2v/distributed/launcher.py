@@ -7,6 +7,7 @@ printed once. This module imports torch only in jobs of several ranks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -56,6 +57,7 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    gc.freeze()  # ranks need not look for garbage among torch's modules
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # ranks report their errors themselves
     config = LaunchConfig(
         min_nodes=1,

@@ -268,7 +268,7 @@ class CpuShardKernels(CpuKernels, ReferenceKernels):
         CpuKernels.__init__(self, shape, threads)
         self._is_listed_A = np.zeros(shape.rows, np.bool_)
         self._local_V = np.full(shape.vectors, -1, np.int32)  # each word's number in a batch
-        self._places_U = torch.empty(0, dtype=torch.int64)  # the rows of local words
+        self._indices_L = np.empty(0, np.int32)  # of the rows of local words, in the list of rows
         self._weights_LP = torch.empty(0, padded(shape.dim))
         self._owned: Any = None  # `ThreadGrads` of the shard
 
@@ -302,13 +302,13 @@ class CpuShardKernels(CpuKernels, ReferenceKernels):
     def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, View]:
         if len(self._weights_LP) < 2 * len(rows_U):
             self._weights_LP = torch.empty(2 * len(rows_U), padded(self.shape.dim))
-        self._places_U = torch.empty_like(rows_U)
-        arrays = self._local_V, self._places_U.numpy(), self._weights_LP.numpy()
+            self._indices_L = np.empty(2 * len(rows_U), np.int32)
+        arrays = self._local_V, self._indices_L, self._weights_LP.numpy()
         cpu_loops.number_words(rows_U.numpy(), weights_UD.numpy(), *arrays)
         pairs_U = None
         if self.shape.count_pairs:
-            pairs_U = torch.zeros(len(rows_U), dtype=torch.int32)
-        rows = RowGrads(rows_U, None, torch.zeros_like(weights_UD), pairs_U, None)
+            pairs_U = torch.empty(len(rows_U), dtype=torch.int32)
+        rows = RowGrads(rows_U, None, torch.empty_like(weights_UD), pairs_U, None)
         return Grads(rows, owned.loss, owned.pairs), View(self._weights_LP, None)
 
     def gradients(self, batch: Batch, view: View, grads: Any, lr: float) -> Any:
@@ -324,13 +324,11 @@ class CpuShardKernels(CpuKernels, ReferenceKernels):
         )
         found = super().gradients(local, view, self.unique_rows(batch), lr)
         local_V[rows_U.numpy() // 2] = -1
-        indices_L = torch.empty(len(view.records_SR), dtype=torch.int64)
-        is_row_U = rows_U >= 0
-        indices_L[self._places_U[is_row_U]] = torch.nonzero(is_row_U).flatten()
-        found_U, grad_UD, pairs_U = found.rows.merge(self.threads)
-        grads.rows.grad_UD.index_copy_(0, indices_L[found_U], grad_UD)
-        if grads.rows.pairs_U is not None:
-            grads.rows.pairs_U.index_copy_(0, indices_L[found_U], pairs_U)
+        grad_UD, pairs_U = grads.rows[2:4]
+        pairs = np.empty(0, np.int32) if pairs_U is None else pairs_U.numpy()
+        sums, lists = found.rows, (self._indices_L, grad_UD.numpy(), pairs)
+        arrays = sums.gradients(count_pairs=True), sums.first_A, sums.summed_nU, *lists
+        self.threads.run(lambda owner: cpu_loops.copy_sums(owner, *arrays))
         return grads._replace(loss=found.loss, pairs=found.pairs)
 
     def _local_objective(self, objective: Objective, rows_U: Tensor) -> Objective:

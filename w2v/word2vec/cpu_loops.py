@@ -664,10 +664,10 @@ def gather_weights(begin, end, ids_M, records_AR, weights_MD):
 
 
 @compiled
-def number_words(rows_U, weights_UD, local_V, places_U, weights_LP):
+def number_words(rows_U, weights_UD, local_V, indices_L, weights_LP):
     """Number the words of borrowed rows; copy weights to the rows of these words.
 
-    local_V: -1 before. places_U: set to the row of the local word.
+    local_V: -1 before. indices_L: set to where each row of a local word is in rows_U.
     """
     words = 0
     for u in range(len(rows_U)):
@@ -677,8 +677,24 @@ def number_words(rows_U, weights_UD, local_V, places_U, weights_LP):
         if local_V[word] < 0:
             local_V[word] = words
             words += 1
-        places_U[u] = 2 * local_V[word] + rows_U[u] % 2
-        simd.blend(0, weights_LP, places_U[u], one, weights_UD, u, weights_UD.shape[1])
+        row = 2 * local_V[word] + rows_U[u] % 2
+        indices_L[row] = u
+        simd.blend(0, weights_LP, row, one, weights_UD, u, weights_UD.shape[1])
+
+
+@compiled
+def copy_sums(owner, grads, first_A, summed_nU, indices_L, grad_UD, pairs_U):
+    """Copy an owner's gradients, summed over the threads, to where the borrowed rows are."""
+    rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
+    count = sum_threads(owner, grads, first_A, rows_U, sums_U)
+    grad_NP, pairs_N = grads[:2]
+    for u in range(count):
+        index, sums_D = indices_L[rows_U[u]], grad_NP[sums_U[u]]
+        grad_D = grad_UD[index]
+        for d in range(len(grad_D)):
+            grad_D[d] = sums_D[d]
+        if len(pairs_U):
+            pairs_U[index] = pairs_N[sums_U[u]]
 
 
 @compiled

@@ -145,7 +145,9 @@ def test_a_lost_machine_ends_the_other_and_the_run_resumes(
         ip("-n", network.names[1], "link", "set", network.links[1], "down")
     else:
         network.kill(1)
-    assert network.wait() == [1, 1 if fault == "link" else -signal.SIGKILL]
+    statuses = network.wait()
+    outputs = network.output(0) + network.output(1)
+    assert statuses == [1, 1 if fault == "link" else -signal.SIGKILL], outputs
     assert time.monotonic() - lost < ENDS_IN_SECONDS
     for host in range(2 if fault == "link" else 1):
         output = network.output(host)

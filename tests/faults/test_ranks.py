@@ -22,6 +22,7 @@ from tests.support.programs import Programs, is_alive
 from tests.support.rank_processes import Pool
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.distributed import launcher
+from w2v.distributed.ranks import ProcessGroup
 from w2v.rows.checkpoint import Checkpoint
 
 KILLS = int(os.environ.get("W2V_RANK_KILLS", "1"))
@@ -245,6 +246,15 @@ def test_third_signal_ends_ranks_that_do_not_answer(programs, arguments, tmp_pat
         time.sleep(0.5)
     status, output = programs.wait()
     assert status == 130 and not any(map(is_alive, ranks)) and "rror" not in output, output
+
+
+def test_hosts_that_do_not_connect_are_told_to_name_the_network():
+    group = object.__new__(ProcessGroup)
+    group.size = 4
+    refused = "Gloo connectFullMesh failed with timed out connecting, remote=[127.0.0.1]:28045"
+    named = pytest.raises(launcher.RankLost, match="127.0.0.1.*GLOO_SOCKET_IFNAME")
+    with named, group._raising_rank_lost():
+        raise RuntimeError(refused)
 
 
 def wait_forever(ranks, folder):

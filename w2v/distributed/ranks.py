@@ -264,6 +264,8 @@ class ProcessGroup(Ranks):
             yield
         except RuntimeError as error:
             cause = one_line(error)[:200]
+            if "connectFullMesh" in cause:  # such as where a host's name is that of its loopback
+                cause += "; name the network that the hosts share in GLOO_SOCKET_IFNAME"
             raise RankLost(f"another of {self.size} ranks is lost: {cause}") from error
 
 

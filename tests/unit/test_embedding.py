@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -206,6 +207,13 @@ def test_gradient_scaler_scales_back_and_skips_infinite_gradients(tmp_path):
         if turn != 2:
             train_step(twin, twin_optimizer, ids, target)
     assert torch.equal(weights(table), weights(twin))
+
+
+def test_imports_and_forward_passes_do_not_load_the_compiler():
+    """It takes as long as torch itself; torch's optimizers load it when they are made."""
+    code = "import sys, torch, w2v; w2v.PagedEmbedding(3, 2)(torch.tensor([1]))\n"
+    code += "assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

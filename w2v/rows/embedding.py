@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,12 +32,31 @@ from torch import Tensor, nn
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup as look_up
 from w2v.rows import shard as sharded
+from w2v.rows.group import Function
 from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, RowsOfIds, as_tensor, stacked
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable
 from w2v.rows.shard import RoutedLookUp, look_up_alone
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
+
+
+def uncompiled(function: Function) -> Function:
+    """Return the function, which torch.compile calls as it is.
+
+    torch.compiler.disable would import the compiler, which takes as long as torch itself.
+    """
+    disabled: list[Function] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **settings: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **settings)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **settings)
+
+    return call  # type: ignore[return-value]
 
 
 def _of_table(name: str) -> Any:
@@ -186,7 +206,7 @@ class PagedEmbedding(nn.Module):
     def weight(self, value: Any) -> None:
         self.register_parameter("weight", value)  # which refuses it
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, input: Ids) -> Tensor:
         """Return vectors [*input.shape, D] of ids.
 
@@ -330,7 +350,7 @@ class PagedEmbeddingBag(PagedEmbedding):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(
         self, input: Ids, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks on two machines: two network namespaces with a virtual link, and torchrun in each."""
+"""Ranks on two machines: network namespaces with a virtual link."""
 
 import itertools
 import os

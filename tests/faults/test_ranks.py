@@ -216,7 +216,7 @@ def test_torchrun_command_gives_the_same_vectors(
 
 
 def training_ranks(programs, folder, *arguments):
-    """Start ranks by --gpus; return their job and their processes, once they train."""
+    """Start ranks by --gpus; return job and processes, once they train."""
     options = "train.epochs=500", "run.log_seconds=0.1", f"run.dir={folder}"
     job = programs.start(*arguments, *options, "--gpus", RANKS, forked=True)
     # The first line shows that ranks train; before, there is nothing to save.

@@ -210,7 +210,7 @@ def test_gradient_scaler_scales_back_and_skips_infinite_gradients(tmp_path):
 
 
 def test_imports_and_forward_passes_do_not_load_the_compiler():
-    """It takes as long as torch itself; torch's optimizers load it when they are made."""
+    """It takes as long as torch; torch's optimizers load it."""
     code = "import sys, torch, w2v; w2v.PagedEmbedding(3, 2)(torch.tensor([1]))\n"
     code += "assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

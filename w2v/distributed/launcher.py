@@ -45,7 +45,7 @@ def number(name: str) -> int:
 
 
 def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) -> int:
-    """Run a function in each rank of a job on this host; return the exit status.
+    """Run a function in each rank on this host; return the exit status.
 
     torchrun's agent forks the ranks: they have torch, which is imported once. Signals go to all
     ranks, and one that fails ends the others.

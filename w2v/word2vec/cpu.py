@@ -360,7 +360,7 @@ class CpuShardKernels(CpuKernels, ReferenceKernels):
         self._join_headers(received, grad_MD, owned, fault)
 
     def _on_shares(self, count: int, function: Callable[[int, int, int], None]) -> None:
-        """Call a function with the number of each thread, and its share of `count`."""
+        """Call a function with each thread's number and its share of `count`."""
         threads = self.threads.count
         self.threads.run(lambda thread: function(thread, *share(thread, threads, count)))
 

@@ -609,7 +609,7 @@ def _request(row, is_listed_A, send_N, found_U, count):
 
 @compiled
 def list_requests(text, drawn, path, headers, is_listed_A, send_N, found_U, rows_U, ids_U):
-    """List the rows of a batch's pairs by owner, as `ShardKernels.list_requests` does.
+    """List a batch's rows by owner, as `ShardKernels.list_requests` does.
 
     is_listed_A: False for each row, and again at the end. found_U is scratch memory.
     """
@@ -665,7 +665,7 @@ def gather_weights(begin, end, ids_M, records_AR, weights_MD):
 
 @compiled
 def number_words(rows_U, weights_UD, local_V, indices_L, weights_LP):
-    """Number the words of borrowed rows; copy weights to the rows of these words.
+    """Number the words of borrowed rows, and copy their weights.
 
     local_V: -1 before. indices_L: set to where each row of a local word is in rows_U.
     """
@@ -684,7 +684,7 @@ def number_words(rows_U, weights_UD, local_V, indices_L, weights_LP):
 
 @compiled
 def copy_sums(owner, grads, first_A, summed_nU, indices_L, grad_UD, pairs_U):
-    """Copy an owner's gradients, summed over the threads, to where the borrowed rows are."""
+    """Copy an owner's summed gradients to the borrowed rows."""
     rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
     count = sum_threads(owner, grads, first_A, rows_U, sums_U)
     grad_NP, pairs_N = grads[:2]

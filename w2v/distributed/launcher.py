@@ -54,6 +54,7 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -71,8 +72,14 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
         local_addr="localhost",  # the name of this host may not resolve
         logs_specs=DefaultLogsSpecs(os.devnull),
         signals_to_handle=",".join(signum.name for signum in _signals_to_handle()),
-        shutdown_timeout=CHECKPOINT_SECONDS,
     )
+    # The agent kills ranks 30 s after a signal; torch can be told otherwise from 2.13 on.
+    close = MultiprocessContext._close
+
+    def close_late(context: Any, death_sig: signal.Signals, timeout: int = 0) -> None:
+        close(context, death_sig, CHECKPOINT_SECONDS)
+
+    MultiprocessContext._close = close_late  # type: ignore[assignment, method-assign]
     try:
         elastic_launch(config, _rank)(os.getpid(), main, arguments)
     except SignalException as signaled:

@@ -53,6 +53,8 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
     # torch asks NVML for GPUs: a process that has opened the driver cannot fork others that use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    # Rank 0 and not the agent has the store, which NCCL needs to the end.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -122,6 +122,7 @@ def vectors(folder):
     return (run_folder(folder) / "vectors.bin").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS.values(), ids=RENDEZVOUS)
 def test_ranks_on_two_machines_give_the_vectors_of_one(
     network, arguments, expected, tmp_path, rendezvous
@@ -131,6 +132,7 @@ def test_ranks_on_two_machines_give_the_vectors_of_one(
     assert vectors(tmp_path) == expected
 
 
+@pytest.mark.slow  # most of it is waiting until a machine counts as lost
 @pytest.mark.parametrize("fault", ["link", "machine"])
 def test_a_lost_machine_ends_the_other_and_the_run_resumes(
     network, arguments, expected, tmp_path, fault

@@ -134,23 +134,23 @@ def _comparison(compared: Comparison) -> str:
     """Return the table of rows, verdicts, and folded details."""
     rows, names, columns, lines = compared
     common, shown = runs.split_common(columns)
-    figures = runs.figures(rows[0].runs[0])
     marked = [f"{_swatch(number)}{_text(name)}" for number, name in enumerate(names)]
     if common:
         common = f"<p>All rows: {_text(common)}.</p>"
     if len(names) > 1 and runs.quality(rows[0].runs) > runs.UNSCORED:
         marked[0] += ' <b title="best by the mean of its scores">★</b>'
     table = {"": marked}
-    for heading in shown.keys() - {"optimizer", runs.OTHERS}:
-        table[heading] = [_text(cell.replace(" +- ", " ± ")) for cell in shown[heading]]
-        numbers = [_number(cell) for cell in shown[heading]]
-        known = [number for number in numbers if number is not None]
-        if heading in figures and heading != "questions" and len(known) > 1:
+    figures = runs.figures(rows[0].runs[0]).keys() - {"questions"}
+    for heading in sorted(shown, key=lambda heading: heading in runs.ONLY_IN_FILES):
+        if heading in ("optimizer", runs.OTHERS):
+            continue  # in the names of rows, and in the details
+        cells = [_text(cell.replace(" +- ", " ± ")) for cell in shown[heading]]
+        scored = [row for row, cell in enumerate(cells) if cell not in ("-", "diverged")]
+        if heading in figures and len(scored) > 1:
             pick = min if heading in LOWER_IS_BETTER else max
-            place = numbers.index(pick(known))
-            table[heading][place] = f"<b>{table[heading][place]}</b>"
-    in_order = sorted(shown, key=lambda heading: heading in runs.ONLY_IN_FILES)
-    table = {heading: table[heading] for heading in ["", *in_order] if heading in table}
+            best = pick(scored, key=lambda row: float(cells[row].split()[0]))
+            cells[best] = f"<b>{cells[best]}</b>"
+        table[heading] = cells
     verdicts = "".join(f"<li>{_text(line)}</li>" for line in lines)
     found = [run for row in rows for run in row.runs]
     details = _sections(rows, names)
@@ -161,14 +161,6 @@ def _comparison(compared: Comparison) -> str:
         details += _folded("each run", _table({key: map(_text, each[key]) for key in each}))
     details += _folded("settings", "".join(map(_details, found)))
     return f"{common}{_table(table)}<ul>{verdicts}</ul>{details}"
-
-
-def _number(cell: str) -> float | None:
-    """Return the number that a cell begins with, if any."""
-    try:
-        return float(cell.split()[0])
-    except (ValueError, IndexError):
-        return None
 
 
 def _sections(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -281,10 +273,8 @@ def _maps(rows: Sequence[Row], names: Sequence[str], with_map: bool) -> list[dic
     for name, folder in saved.items():
         kv = load.load_words(folder)
         dim = kv.vectors.shape[1]
-        wide_ND = np.nan_to_num(
-            kv.vectors[: NEIGHBOR_BYTES // len(saved) // dim], posinf=0, neginf=0
-        )
-        wide_ND = wide_ND.astype(np.float32)
+        wide_ND = kv.vectors[: NEIGHBOR_BYTES // len(saved) // dim]
+        wide_ND = np.nan_to_num(wide_ND, posinf=0, neginf=0).astype(np.float32)
         largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
         bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
         entry = {"name": name, "run": str(folder), "dim": dim}
@@ -403,7 +393,8 @@ def _name_dots(
     axis.figure.draw_without_rendering()  # which sets the layout, and so the pixels of places
     taken = np.empty((0, 4))  # x0, y0, x1, y1 of each name
     for rank, (place, word, color) in enumerate(zip(places_N2, words, colors, strict=True)):
-        text = axis.annotate(_plain(word), place, (0, 0), textcoords="offset points")
+        plain = printable(word).replace("$", r"\$")  # else the mark of a formula
+        text = axis.annotate(plain, place, (0, 0), textcoords="offset points")
         text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
         for x, y, end, side in CORNERS:
             text.set(position=(x, y), ha=end, va=side)
@@ -416,11 +407,6 @@ def _name_dots(
         else:
             text.remove()
     return len(taken)
-
-
-def _plain(text: str) -> str:
-    """Escape control characters, and the dollar signs of formulas."""
-    return printable(text).replace("$", r"\$")
 
 
 def write_card(folder: Path, vocab: Vocab) -> None:

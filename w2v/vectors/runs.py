@@ -278,7 +278,6 @@ FORMATS = {  # of numbers by column, or by its last letter; .3f of the others, c
     "host MiB": ".0f",
     "GPU MiB": ".0f",
 }
-SCALES = {"%": 100}  # of items, by the last letter of their heading
 VERDICT = "beside the best"  # heading of the tests against the first row
 TESTED = 4  # of the best rows, each pair gets a verdict
 # Columns that a terminal has no room for, those that it shows without their deviation, those above
@@ -316,9 +315,9 @@ def figures(run: Run) -> dict[str, float | None]:
 
 
 def _percent(part: dict[str, Any]) -> float | None:
-    if not part["counted"] or part["accuracy"] is None:
-        return None
-    return 100 * part["accuracy"]
+    if part["counted"] and part["accuracy"] is not None:
+        return 100 * part["accuracy"]
+    return None
 
 
 class Row(NamedTuple):
@@ -329,11 +328,15 @@ class Row(NamedTuple):
 
     def items(self) -> dict[str, np.ndarray]:
         """Return the answers to each set, by its heading: means over seeds, [I]."""
-        of_runs = [items(run) for run in self.runs]
-        names = dict.fromkeys(name for found in of_runs for name in found)
+        of_seeds: dict[str, list[np.ndarray]] = {}
+        for run in self.runs:
+            for name, items_I in items(run).items():
+                of_seeds.setdefault(name, []).append(items_I)
+        # Without sets that have changed between the runs.
         return {
-            name: significance.of_seeds([found[name] for found in of_runs if name in found])
-            for name in names
+            name: np.mean(items_SI, axis=0)
+            for name, items_SI in of_seeds.items()
+            if len(set(map(len, items_SI))) == 1
         }
 
     def test(self, other: Row) -> significance.Test:
@@ -365,8 +368,10 @@ def items(run: Run) -> dict[str, np.ndarray]:
     for name, text in texts.items():
         with contextlib.suppress(ValueError):
             values_I = np.array(text.split(), float)
-            found[name] = np.where(np.abs(values_I) < LARGEST, values_I, np.nan)
-    return {name: values_I for name, values_I in found.items() if np.isfinite(values_I).any()}
+            values_I[~(np.abs(values_I) < LARGEST)] = np.nan
+            if np.isfinite(values_I).any():
+                found[name] = values_I
+    return found
 
 
 def quality(runs: Sequence[Run]) -> tuple[float, float]:
@@ -428,8 +433,8 @@ def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     lines = [_cells(row, differing, headings) for row in compared]
     for row, line in zip(compared, lines, strict=True) if tested else ():
         line[VERDICT] = _beside(compared, row)
-        for name, items_I in row.items().items():
-            line[name] += _interval(name, items_I)
+        for name, ends in _intervals(row.items()).items():
+            line[name] += " [" + ", ".join(f"{end:{_form(name)}}" for end in ends) + "]"
     columns = {name: [line[name] for line in lines] for name in lines[0]}
     # A column is left out if all its cells are among these.
     empty = {
@@ -467,12 +472,15 @@ def _form(heading: str) -> str:
     return FORMATS.get(heading) or FORMATS.get(heading[-1:], ".3f")
 
 
-def _interval(heading: str, items_I: np.ndarray) -> str:
-    """Return the 95 % interval of a score, such as " [1.2, 3.4]"."""
-    ends = significance.interval(items_I * SCALES.get(heading[-1:], 1))
-    if ends is None:
-        return ""
-    return " [" + ", ".join(f"{end:{_form(heading)}}" for end in ends) + "]"
+def _intervals(of_sets: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """Return the 95 % intervals of scores by their heading, and in its unit."""
+    found = {}
+    for heading, items_I in of_sets.items():
+        if heading.endswith("%"):
+            items_I = 100 * items_I
+        if ends := significance.interval(items_I):
+            found[heading] = ends
+    return found
 
 
 def _beside(compared: Sequence[Row], row: Row) -> str:
@@ -625,14 +633,15 @@ def as_csv(runs: Sequence[Run]) -> str:
     """
     lines = []
     for run in runs:
-        settings = run.settings.items()
-        line = {key: _text(value) for key, value in settings}
-        line |= {key: _unformula(value) for key, value in settings if isinstance(value, str)}
-        measured: dict[str, Any] = dict(figures(run))
-        for name, items_I in items(run).items():
-            ends = significance.interval(items_I * SCALES.get(name[-1:], 1)) or (None, None)
-            measured |= zip((f"{name} low", f"{name} high"), ends, strict=True)
-        lines.append({_unformula(key): value for key, value in (line | measured).items()})
+        line: dict[str, Any] = {}
+        for key, value in run.settings.items():
+            line[key] = _text(value)
+            if isinstance(value, str):
+                line[key] = _unformula(value)
+        line |= figures(run)
+        for name, ends in _intervals(items(run)).items():
+            line |= {f"{name} low": ends[0], f"{name} high": ends[1]}
+        lines.append({_unformula(key): value for key, value in line.items()})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

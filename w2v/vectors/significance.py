@@ -6,7 +6,7 @@ imported where it is used: that takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import NamedTuple
 
@@ -18,13 +18,6 @@ BATCH_ITEMS = 4_000_000  # of resamples that are in memory at once
 MOST_SEEDS = 100
 
 
-def of_seeds(items_SI: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the mean of each item over seeds [I], NaN if any is NaN."""
-    if not items_SI or len({len(items_I) for items_I in items_SI}) > 1:
-        return np.empty(0)  # sets that have changed between the runs
-    return np.mean(items_SI, axis=0)
-
-
 def interval(items_I: np.ndarray) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean over items, by the bootstrap."""
     counted_I = items_I[np.isfinite(items_I)]
@@ -34,7 +27,7 @@ def interval(items_I: np.ndarray) -> tuple[float, float] | None:
         (counted_I,),
         np.mean,
         n_resamples=RESAMPLES,
-        batch=_batch(counted_I),
+        batch=max(1, BATCH_ITEMS // len(counted_I)),
         method="percentile",
         rng=np.random.default_rng(0),
     )
@@ -70,19 +63,26 @@ def test(
     tested = [p_over_seeds(difference_S), p_over_items(better, worse)]
     p = max((p for p in tested if p is not None), default=None)
     for more in range(MOST_SEEDS - seeds):
-        if seeds > 1 and _p_of_mean(difference_S, seeds + more) < LEVEL:
+        p_of_more = p_over_seeds(difference_S, seeds + more)
+        if p_of_more is not None and p_of_more < LEVEL:
             return Test(p, seeds, more)
     return Test(p, seeds)
 
 
-def p_over_seeds(difference_S: np.ndarray) -> float | None:
+def p_over_seeds(difference_S: np.ndarray, seeds: int | None = None) -> float | None:
     """Return p of the mean difference by Student's paired test, or None.
 
-    Changes of sign, as for items, would need six seeds for p < .05: three have only eight.
+    With `seeds`, p if so many seeds had the same mean and deviation. Changes of sign, as for items,
+    would need six seeds for p < .05: three have only eight.
     """
     if len(difference_S) < 2:
         return None
-    return _p_of_mean(difference_S, len(difference_S))
+    mean = abs(float(np.mean(difference_S)))
+    deviation = float(np.std(difference_S, ddof=1))
+    if not deviation:  # as for two equal runs
+        return float(not mean)
+    seeds = seeds or len(difference_S)
+    return 2 * float(import_module("scipy.stats").t.sf(mean / deviation * seeds**0.5, seeds - 1))
 
 
 def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarray]) -> float | None:
@@ -90,13 +90,13 @@ def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarra
 
     Both have the items of each set by its name; sets count alike. None: no item is in both.
     """
-    differences = []
+    differences = [np.empty(0)]
     for name in better:
         if name in worse and len(better[name]) == len(worse[name]):
             difference_I = better[name] - worse[name]
             difference_I = difference_I[np.isfinite(difference_I)]
             differences.append(difference_I / max(1, len(difference_I)))  # each set counts alike
-    changed_I = np.concatenate(differences or [np.empty(0)])
+    changed_I = np.concatenate(differences)
     if not len(changed_I):
         return None
     changed_I = changed_I[changed_I != 0]
@@ -107,20 +107,9 @@ def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarra
         np.sum,
         permutation_type="samples",
         n_resamples=RESAMPLES,
-        batch=_batch(changed_I),
+        batch=max(1, BATCH_ITEMS // len(changed_I)),
         rng=np.random.default_rng(0),
     )
     return float(found.pvalue)
 
 
-def _p_of_mean(difference_S: np.ndarray, seeds: int) -> float:
-    """Return p of this mean and deviation if they are of so many seeds."""
-    mean = abs(float(np.mean(difference_S)))
-    deviation = float(np.std(difference_S, ddof=1))
-    if not deviation:  # as for two equal runs
-        return float(not mean)
-    return 2 * float(import_module("scipy.stats").t.sf(mean / deviation * seeds**0.5, seeds - 1))
-
-
-def _batch(items_I: np.ndarray) -> int:
-    return max(1, BATCH_ITEMS // len(items_I))

@@ -18,6 +18,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import product
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -50,17 +51,13 @@ MAPS = 4  # of the best rows
 MAP_WORDS = 10_000  # the most frequent ones
 LANDMARKS = 1000  # words that t-SNE places; the others are placed among them: 2 s in place of 30
 NEAR_LANDMARKS = 5
-SHARPNESS = 20.0  # of their weights
+SHARPNESS = 10.0  # of their weights
 GROUPS = 8  # by k-means
 PERPLEXITY = 20.0
 TSNE_STEPS = 500  # half of the default: the divergence is 2 % greater
 NEIGHBOR_BYTES = 2**26  # of all vectors of a page, a byte for each number
-CORNERS = [  # places around a dot where its name may be: from it in points, and which end is there
-    (3, 1, "left", "bottom"),
-    (3, -1, "left", "top"),
-    (-3, 1, "right", "bottom"),
-    (-3, -1, "right", "top"),
-]
+# Where a name may be beside its dot: from it in points, and which end of the name is there.
+BESIDE = ((3, "left"), (-3, "right")), ((1, "bottom"), (-1, "top"))
 
 
 class ReportError(ValueError):
@@ -244,19 +241,17 @@ def _scores(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
 
 def _phases(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     """Return plotly's bars of the recorded seconds of phases, or {}."""
-    taken = {}
+    seconds: dict[str, dict[str, float]] = {}  # by phase and row
     for name, row in zip(names, rows, strict=True):
-        lines = [line for line in row.runs[0].metrics if line["phase"]]
-        if lines:
-            taken[_text(name)] = {line["phase"]: line["seconds"] or 0 for line in lines}
-    phases = dict.fromkeys(phase for of_row in taken.values() for phase in of_row)
-    traces = []
-    for phase in phases:
-        seconds = [of_row.get(phase, 0) for of_row in taken.values()]
-        bar = {"type": "bar", "orientation": "h", "name": _text(phase)}
-        traces.append(bar | {"x": seconds, "y": list(taken)})
-    if not traces:
+        for line in row.runs[0].metrics:
+            if line["phase"]:
+                seconds.setdefault(line["phase"], {})[_text(name)] = line["seconds"] or 0
+    if not seconds:
         return {}
+    traces = []
+    for phase, of_rows in seconds.items():
+        bar = {"type": "bar", "orientation": "h", "name": _text(phase)}
+        traces.append(bar | {"x": list(of_rows.values()), "y": list(of_rows)})
     layout = {"barmode": "stack", "showlegend": True, "height": 200 + 30 * len(names)}
     xaxis = {"title": {"text": "seconds of the command"}}
     return {"data": traces, "layout": layout | {"xaxis": xaxis, "yaxis": ROWS}}
@@ -360,8 +355,7 @@ def _fonts(text: str) -> list[str]:
 def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return places [N, 2] by t-SNE and groups [N] by k-means, of cosines.
 
-    The first words are placed and grouped, the others between the nearest of them. The result is
-    the same at each call.
+    The first words are placed and grouped, the others between the nearest of them. Results repeat.
     """
     if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
         few = f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing"
@@ -378,12 +372,11 @@ def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     with import_module("threadpoolctl").threadpool_limits(1):
         places_L2 = tsne.fit_transform(first_LD)
         group_N = kmeans.fit(first_LD).predict(unit_ND)
-    cosine_NL = unit_ND[LANDMARKS:] @ first_LD.T
-    near_NK = np.argsort(-cosine_NL, axis=1)[:, :NEAR_LANDMARKS]
-    weight_NK = np.exp(SHARPNESS * np.take_along_axis(cosine_NL, near_NK, axis=1))
-    weight_NK /= weight_NK.sum(1, keepdims=True)
-    between_N2 = (weight_NK[:, :, None] * places_L2[near_NK]).sum(1)
-    return np.concatenate([places_L2, between_N2]), group_N
+        near = import_module("sklearn.neighbors").KNeighborsRegressor(
+            min(NEAR_LANDMARKS, len(first_LD)),
+            weights=lambda distance_NK: np.exp(-SHARPNESS * distance_NK**2),
+        )
+        return near.fit(first_LD, places_L2).predict(unit_ND), group_N
 
 
 def _name_dots(
@@ -396,7 +389,7 @@ def _name_dots(
         plain = printable(word).replace("$", r"\$")  # else the mark of a formula
         text = axis.annotate(plain, place, (0, 0), textcoords="offset points")
         text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
-        for x, y, end, side in CORNERS:
+        for (x, end), (y, side) in product(*BESIDE):
             text.set(position=(x, y), ha=end, va=side)
             box = text.get_window_extent().padded(1)
             beside = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1)

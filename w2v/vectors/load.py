@@ -42,17 +42,13 @@ KEYED_CLASSES = {
     "gensim.models.keyedvectors KeyedVectors",
     "gensim.models.keyedvectors Word2VecKeyedVectors",  # of gensim 3
 }
+NUMPY = "multiarray _reconstruct", "multiarray scalar", "numeric _frombuffer"
 PICKLED = {  # all names in a pickle of KeyedVectors
     *KEYED_CLASSES,
     "gensim.models.keyedvectors Vocab",
     "numpy ndarray",
     "numpy dtype",
-    "numpy.core.multiarray _reconstruct",
-    "numpy._core.multiarray _reconstruct",
-    "numpy.core.multiarray scalar",
-    "numpy._core.multiarray scalar",
-    "numpy.core.numeric _frombuffer",
-    "numpy._core.numeric _frombuffer",
+    *(f"numpy.{core}.{name}" for core in ("core", "_core") for name in NUMPY),
     "_codecs encode",
     "__builtin__ frozenset",
     "builtins frozenset",
@@ -418,7 +414,8 @@ def _numbers(made: Made) -> np.ndarray:
     kind = dtype.arguments[0]
     if not KINDS.fullmatch(kind):
         raise ValueError("an array does not hold numbers")
-    content = _bytes(content)
+    if isinstance(content, Made):  # protocol 2 writes bytes as text
+        content = content.arguments[0].encode("latin1")
     order: Literal["C", "F"] = "C"
     if in_columns is True:
         order = "F"
@@ -437,10 +434,3 @@ def _array_state(made: Made) -> tuple[Any, ...]:
         content, dtype, shape, order = made.arguments
         return None, shape, dtype, order == "F", content
     return made.state
-
-
-def _bytes(content: Any) -> bytes:
-    """Return bytes, which protocol 2 writes as text."""
-    if isinstance(content, Made):
-        return content.arguments[0].encode("latin1")
-    return content

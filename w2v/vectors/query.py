@@ -55,21 +55,16 @@ def normalize(vectors_ND: np.ndarray) -> np.ndarray:
     return (wide_ND * (1.0 / np.where(length_N1 > 0, length_N1, 1))).astype(vectors_ND.dtype)
 
 
-def example_words(words: Sequence[str]) -> list[str]:
-    """Return up to five words of falling frequency, without function words."""
-    # Short words are mostly function words, whose neighbors say little.
-    long = [word for word in words if len(word) >= 5] or words
-    ranks = {min(rank, len(long) * n // 6) for n, rank in enumerate(EXAMPLE_RANKS, start=1)}
-    return [long[rank] for rank in sorted(ranks)]
-
-
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
-    """Return lines with the neighbors of some of the N most frequent words."""
+    """Return lines with the neighbors of up to five of the N most frequent words."""
     kv = Words(words[: len(vectors_ND)], vectors_ND)
+    # Short words are mostly function words, whose neighbors say little.
+    long = [word for word in kv.index_to_key if len(word) >= 5] or kv.index_to_key
+    ranks = {min(rank, len(long) * n // 6) for n, rank in enumerate(EXAMPLE_RANKS, start=1)}
     lines = []
-    for word in example_words(kv.index_to_key):
-        near = ", ".join(other for other, _ in combination(kv, [word], 5))
-        lines.append(f"near {word:<12} {near}")
+    for rank in sorted(ranks):
+        near = ", ".join(other for other, _ in combination(kv, [long[rank]], 5))
+        lines.append(f"near {long[rank]:<12} {near}")
     return lines
 
 

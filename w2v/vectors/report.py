@@ -35,17 +35,20 @@ from w2v.vectors.runs import SCRIPT, Comparison, Row, Run, markup
 
 log = logging.getLogger("w2v")
 TEMPLATE = Path(__file__).with_suffix(".html")
-CURVES = {  # metric and title
-    "loss": "training loss",
-    "held_out_loss": "held-out loss",
-    "analogies": "analogy accuracy",
-    "words_per_s": "words per second",
+FROM_ZERO = {"rangemode": "tozero"}
+CURVES = {  # the vertical axis of each metric
+    "loss": {"title": {"text": "training loss"}},
+    "held_out_loss": {"title": {"text": "held-out loss"}},
+    "analogies": {"title": {"text": "analogy accuracy"}, "tickformat": ".1%"} | FROM_ZERO,
+    "words_per_s": {"title": {"text": "words per second"}} | FROM_ZERO,
 }
 LOWER_IS_BETTER = {"loss", "held-out loss", "seconds", "host MiB", "GPU MiB"}
 # Readable on white and on black.
 GREY = "#808890"
 COLORS = ("#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8 #a8632a #6b7a90").split()
 DASHES = ("solid", "dash", "dot")  # after all colors
+LINE = {"mode": "lines+markers", "marker": {"size": 4}}
+BAR = {"type": "bar", "orientation": "h"}
 ROWS = {"autorange": "reversed", "automargin": True}  # the vertical axis of bars
 MAPS = 4  # of the best rows
 MAP_WORDS = 10_000  # the most frequent ones
@@ -90,19 +93,19 @@ def write_page(compared: Comparison, file: Path, shared: Path, with_map: bool = 
     if not shown.is_file() or shown.stat().st_size != script.stat().st_size:
         with atomic_path(shown) as part:
             shutil.copyfile(script, part)
-    rows, names = compared.rows, compared.names
+    rows = compared.rows
     corpora = sorted({row.settings["corpus.path"] for row in rows})
-    maps = _maps(rows, names, with_map)
+    maps = _maps(rows, with_map)
     words = file.with_suffix(".js")
     if maps:
         atomic_write(words, f"showWords({json.dumps(maps, separators=(',', ':'))});\n")
     figures = {
-        "curves": [curve for metric in CURVES if (curve := _curve(rows, names, metric))],
-        "bars": [bars for bars in (_scores(rows, names), _phases(rows, names)) if bars],
+        "curves": [curve for metric in CURVES if (curve := _curve(rows, metric))],
+        "bars": [bars for bars in (_scores(rows), _phases(rows)) if bars],
     }
     legend = (
-        f'<label><input type="checkbox" checked value="{n}">{_swatch(n)}{_text(name)}</label>'
-        for n, name in enumerate(names)
+        f'<label><input type="checkbox" checked value="{number}">{_label(number, row)}</label>'
+        for number, row in enumerate(rows)
     )
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=_text(f"Word vectors of {', '.join(corpora)}"),
@@ -129,12 +132,12 @@ def _script() -> Path:
 
 def _comparison(compared: Comparison) -> str:
     """Return the table of rows, verdicts, and folded details."""
-    rows, names, columns, lines = compared
+    rows, columns, verdicts = compared
     common, shown = runs.split_common(columns)
-    marked = [f"{_swatch(number)}{_text(name)}" for number, name in enumerate(names)]
+    marked = [_label(number, row) for number, row in enumerate(rows)]
     if common:
         common = f"<p>All rows: {_text(common)}.</p>"
-    if len(names) > 1 and runs.quality(rows[0].runs) > runs.UNSCORED:
+    if len(rows) > 1 and runs.quality(rows[0].runs) > runs.UNSCORED:
         marked[0] += ' <b title="best by the mean of its scores">★</b>'
     table = {"": marked}
     figures = runs.figures(rows[0].runs[0]).keys() - {"questions"}
@@ -148,34 +151,34 @@ def _comparison(compared: Comparison) -> str:
             best = pick(scored, key=lambda row: float(cells[row].split()[0]))
             cells[best] = f"<b>{cells[best]}</b>"
         table[heading] = cells
-    verdicts = "".join(f"<li>{_text(line)}</li>" for line in lines)
     found = [run for row in rows for run in row.runs]
-    details = _sections(rows, names)
+    details = _sections(rows)
     if len(found) > 1:
         alone = runs.table([Row(run.settings, [run]) for run in found], tested=False)
         alone.pop(runs.OTHERS, None)
         each = {"run": [run.folder.absolute().name for run in found]} | alone
         details += _folded("each run", _table({key: map(_text, each[key]) for key in each}))
     details += _folded("settings", "".join(map(_details, found)))
-    return f"{common}{_table(table)}<ul>{verdicts}</ul>{details}"
+    lines = "".join(f"<li>{_text(line)}</li>" for line in verdicts)
+    return f"{common}{_table(table)}<ul>{lines}</ul>{details}"
 
 
-def _sections(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _sections(rows: Sequence[Row]) -> str:
     """Return scores of the sections that any run has counted, folded."""
     counted: dict[str, dict[str, list[float]]] = {}  # accuracies by section and row
-    for name, row in zip(names, rows, strict=True):
+    for row in rows:
         for run in row.runs:
             for part in run.scores["analogies"]["sections"]:
                 if part["counted"]:
                     section = f"{part['name']}, {part['counted']:,} questions"
-                    found = counted.setdefault(section, {}).setdefault(name, [])
+                    found = counted.setdefault(section, {}).setdefault(row.name, [])
                     found.append(100 * (part["accuracy"] or 0))
     if not counted:
         return ""
     columns = {"": [_text(section) for section in counted]}
-    for name in names:
-        cells = (runs.spread(of_rows.get(name, []), ".1f") for of_rows in counted.values())
-        columns[_text(name)] = list(cells)
+    for row in rows:
+        cells = (runs.spread(of_rows.get(row.name, []), ".1f") for of_rows in counted.values())
+        columns[_text(row.name)] = list(cells)
     return _folded("sections of analogies, %", _table(columns))
 
 
@@ -187,83 +190,79 @@ def _details(run: Run) -> str:
     return _folded(f"settings of {_text(run.folder.absolute().name)}", content)
 
 
-def _curve(rows: Sequence[Row], names: Sequence[str], metric: str) -> dict[str, Any]:
+def _curve(rows: Sequence[Row], metric: str) -> dict[str, Any]:
     """Return plotly's figure of a metric, by words and by seconds, or {}."""
     traces: list[dict[str, Any]] = []
-    for number, (name, row) in enumerate(zip(names, rows, strict=True)):
+    for number, row in enumerate(rows):
         if not (curve := runs.mean_curve(row.runs, metric)):
             continue
         points = {key: [float(f"{value:.6g}") for value in curve[key]] for key in curve}
         color = COLORS[number % len(COLORS)]
         dash = DASHES[number // len(COLORS) % len(DASHES)]
         line = {"color": color, "dash": dash, "width": 1.5 + 1.5 * (number == 0)}
-        trace = {"name": _text(name), "mode": "lines+markers", "marker": {"size": 4}, "line": line}
         x = {axis: points[axis] for axis in ("words", "seconds")}
-        traces.append(trace | {"y": points["mean"], "meta": x | {"row": number}})
+        trace = {"name": _text(row.name), "line": line, "y": points["mean"]}
+        traces.append(LINE | trace | {"meta": x | {"row": number}})
         if len(row.runs) > 1:
             # Along the highest values, and back along the lowest ones.
-            around = {axis: at + at[::-1] for axis, at in x.items()} | {"row": number}
+            around = {axis: at + at[::-1] for axis, at in x.items()}
             y = points["high"] + points["low"][::-1]
-            band = {"fill": "toself", "fillcolor": f"{color}33", "mode": "none"}
-            traces.append(band | {"y": y, "meta": around, "hoverinfo": "skip"})
+            band = {"y": y, "meta": around | {"row": number}, "hoverinfo": "skip"}
+            traces.append(band | {"fill": "toself", "fillcolor": f"{color}33", "mode": "none"})
     if not any(len(set(trace["meta"]["words"])) > 1 for trace in traces):
         return {}
-    yaxis: dict[str, Any] = {"title": {"text": CURVES[metric]}}
-    if metric == "analogies":
-        yaxis |= {"tickformat": ".1%", "rangemode": "tozero"}
-    if metric == "words_per_s":
-        yaxis |= {"rangemode": "tozero"}
-    return {"data": traces, "layout": {"yaxis": yaxis}}
+    return {"data": traces, "layout": {"yaxis": CURVES[metric]}}
 
 
-def _scores(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+def _scores(rows: Sequence[Row]) -> dict[str, Any]:
     """Return plotly's bars of scores with 95 % intervals over items, or {}."""
     traces: list[dict[str, Any]] = []
-    for number, (name, row) in enumerate(zip(names, rows, strict=True)):
+    for number, row in enumerate(rows):
         sets, values, low, high = [], [], [], []
-        for heading, items_I in row.items().items():
+        for heading, items_I in row.items.items():
             if ends := significance.interval(items_I):
                 sets.append(_text(heading.removesuffix(" %")))
                 values.append(100 * float(np.nanmean(items_I)))
                 low.append(values[-1] - 100 * ends[0])
                 high.append(100 * ends[1] - values[-1])
         error = {"array": high, "arrayminus": low, "thickness": 1.5, "width": 4, "color": GREY}
-        trace = {"type": "bar", "orientation": "h", "name": _text(name), "x": values, "y": sets}
         marker = {"color": COLORS[number % len(COLORS)]}
-        traces.append(trace | {"error_x": error, "marker": marker, "meta": {"row": number}})
-    bars = sum(len(trace["x"]) for trace in traces)
-    if not bars:
-        return {}
-    layout = {"barmode": "group", "height": 150 + 18 * bars}
-    xaxis = {"title": {"text": "% right, 100 x correlation; 95 % intervals"}}
-    return {"data": traces, "layout": layout | {"xaxis": xaxis, "yaxis": ROWS}}
+        trace = {"name": _text(row.name), "x": values, "y": sets, "meta": {"row": number}}
+        traces.append(BAR | trace | {"error_x": error, "marker": marker})
+    layout = {"barmode": "group", "height": 150 + 18 * sum(len(trace["x"]) for trace in traces)}
+    return _bars(traces, "% right, 100 x correlation; 95 % intervals", layout)
 
 
-def _phases(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+def _phases(rows: Sequence[Row]) -> dict[str, Any]:
     """Return plotly's bars of the recorded seconds of phases, or {}."""
     seconds: dict[str, dict[str, float]] = {}  # by phase and row
-    for name, row in zip(names, rows, strict=True):
+    for row in rows:
         for line in row.runs[0].metrics:
             if line["phase"]:
-                seconds.setdefault(line["phase"], {})[_text(name)] = line["seconds"] or 0
-    if not seconds:
+                seconds.setdefault(line["phase"], {})[_text(row.name)] = line["seconds"] or 0
+    traces = [
+        BAR | {"name": _text(phase), "x": list(of_rows.values()), "y": list(of_rows)}
+        for phase, of_rows in seconds.items()
+    ]
+    layout = {"barmode": "stack", "showlegend": True, "height": 200 + 30 * len(rows)}
+    return _bars(traces, "seconds of the command", layout)
+
+
+def _bars(traces: list[dict[str, Any]], title: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the figure of bars, or {} if there is none."""
+    if not any(trace["x"] for trace in traces):
         return {}
-    traces = []
-    for phase, of_rows in seconds.items():
-        bar = {"type": "bar", "orientation": "h", "name": _text(phase)}
-        traces.append(bar | {"x": list(of_rows.values()), "y": list(of_rows)})
-    layout = {"barmode": "stack", "showlegend": True, "height": 200 + 30 * len(names)}
-    xaxis = {"title": {"text": "seconds of the command"}}
-    return {"data": traces, "layout": layout | {"xaxis": xaxis, "yaxis": ROWS}}
+    axes = {"xaxis": {"title": {"text": title}}, "yaxis": ROWS}
+    return {"data": traces, "layout": layout | axes}
 
 
-def _maps(rows: Sequence[Row], names: Sequence[str], with_map: bool) -> list[dict[str, Any]]:
+def _maps(rows: Sequence[Row], with_map: bool) -> list[dict[str, Any]]:
     """Return words, vectors and places of a run of each of the best rows."""
     saved: dict[str, Path] = {}  # folders by the name of the row
-    for name, row in zip(names, rows, strict=True):
+    for row in rows:
         with_vectors = [run.folder for run in row.runs if (run.folder / "vectors.kv").exists()]
         if with_vectors and len(saved) < MAPS:
-            saved[name] = with_vectors[0]
+            saved[row.name] = with_vectors[0]
     maps: list[dict[str, Any]] = []
     for name, folder in saved.items():
         kv = load.load_words(folder)
@@ -272,9 +271,8 @@ def _maps(rows: Sequence[Row], names: Sequence[str], with_map: bool) -> list[dic
         wide_ND = np.nan_to_num(wide_ND, posinf=0, neginf=0).astype(np.float32)
         largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
         bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
-        entry = {"name": name, "run": str(folder), "dim": dim}
+        entry = {"name": name, "run": str(folder), "dim": dim, "x": [], "y": [], "groups": []}
         entry |= {"words": "\n".join(kv.index_to_key), "bytes": b64encode(bytes_ND).decode()}
-        entry |= {"x": [], "y": [], "groups": []}
         with contextlib.suppress(ReportError):  # of too few words
             if with_map:
                 places_N2, group_N = project(wide_ND[:MAP_WORDS])
@@ -296,8 +294,9 @@ def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{summary}</summary>{content}</details>"
 
 
-def _swatch(number: int) -> str:
-    return f'<i style="background: {COLORS[number % len(COLORS)]}"></i>'
+def _label(number: int, row: Row) -> str:
+    color = COLORS[number % len(COLORS)]
+    return f'<i style="background: {color}"></i>{_text(row.name)}'
 
 
 def _text(value: object) -> str:

@@ -15,6 +15,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, stdev
@@ -320,14 +321,17 @@ def _percent(part: dict[str, Any]) -> float | None:
     return None
 
 
-class Row(NamedTuple):
+@dataclass
+class Row:
     """Runs whose settings, by dotted name, differ only in the seed."""
 
     settings: dict[str, Any]
     runs: list[Run]
+    name: str = ""  # the optimizer, and settings that tell it from other rows
 
+    @cached_property
     def items(self) -> dict[str, np.ndarray]:
-        """Return the answers to each set, by its heading: means over seeds, [I]."""
+        """Answers to each set, by its heading: means over seeds, [I]."""
         of_seeds: dict[str, list[np.ndarray]] = {}
         for run in self.runs:
             for name, items_I in items(run).items():
@@ -352,7 +356,7 @@ class Row(NamedTuple):
         with np.errstate(invalid="ignore"):
             difference_SK = np.array([np.subtract(*pair) for pair in pairs]).reshape(-1, 2)
         difference_S = np.nan_to_num(difference_SK[:, int(not difference_SK[:, 0].any())])
-        return significance.test(difference_S, self.items(), other.items())
+        return significance.test(difference_S, self.items, other.items)
 
 
 def items(run: Run) -> dict[str, np.ndarray]:
@@ -394,7 +398,7 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def rows(runs: Sequence[Run]) -> list[Row]:
-    """Group runs by their settings, best first.
+    """Group runs by their settings, best first, and name the groups.
 
     Of several corpora, rows of one run.name, or else of one optimizer, are ranked by their mean.
     """
@@ -410,7 +414,10 @@ def rows(runs: Sequence[Run]) -> list[Row]:
             return quality([run for run in runs if _name(run) == _name(row.runs[0])])
         return quality(row.runs)
 
-    return sorted(groups.values(), key=rank, reverse=True)
+    ranked = sorted(groups.values(), key=rank, reverse=True)
+    for row, name in zip(ranked, labels(ranked), strict=True):
+        row.name = name
+    return ranked
 
 
 def _name(run: Run) -> str:
@@ -433,7 +440,7 @@ def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     lines = [_cells(row, differing, headings) for row in compared]
     for row, line in zip(compared, lines, strict=True) if tested else ():
         line[VERDICT] = _beside(compared, row)
-        for name, ends in _intervals(row.items()).items():
+        for name, ends in _intervals(row.items).items():
             line[name] += " [" + ", ".join(f"{end:{_form(name)}}" for end in ends) + "]"
     columns = {name: [line[name] for line in lines] for name in lines[0]}
     # A column is left out if all its cells are among these.
@@ -512,10 +519,9 @@ def labels(compared: Sequence[Row]) -> list[str]:
 
 
 class Comparison(NamedTuple):
-    """Rows, best first, with their names, table and verdicts."""
+    """Rows, best first, with their table and verdicts."""
 
     rows: list[Row]
-    names: list[str]
     columns: Columns
     verdicts: list[str]
 
@@ -523,22 +529,21 @@ class Comparison(NamedTuple):
     def of(cls, found: Sequence[Run]) -> Comparison:
         """Compare runs; tests take half a second for each row and pair."""
         compared = rows(found)
-        return cls(compared, labels(compared), table(compared), verdicts(compared))
+        return cls(compared, table(compared), verdicts(compared))
 
 
 def verdicts(compared: Sequence[Row]) -> list[str]:
     """Return a sentence for each pair of the best rows: which is better."""
-    named = zip(labels(compared), compared, strict=True)
     lines = []
-    for (name, better), (other, worse) in combinations(list(named)[:TESTED], 2):
+    for better, worse in combinations(compared[:TESTED], 2):
         if better.settings["corpus.path"] != worse.settings["corpus.path"]:
             continue
         if quality(worse.runs) < UNSCORED:
             continue  # the table says that it diverged
         test = better.test(worse)
-        line = f"{name} > {other} ({test})"
+        line = f"{better.name} > {worse.name} ({test})"
         if test.is_noise:
-            line = f"{name} and {other} are not distinguishable ({test})"
+            line = f"{better.name} and {worse.name} are not distinguishable ({test})"
             hint = "nor would they be with 100 seeds"
             if test.seeds < 2:
                 hint = "train more seeds"

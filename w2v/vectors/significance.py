@@ -111,5 +111,3 @@ def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarra
         rng=np.random.default_rng(0),
     )
     return float(found.pvalue)
-
-

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from sklearn.preprocessing import normalize
 
 from tests.support.planted import kv_of
 from tests.support.runs import scores_of, write_run
@@ -144,7 +145,7 @@ def test_all_words_are_found_with_vectors_places_and_groups(page, monkeypatch):
     assert np.shape((found["x"], found["y"])) == (2, 30)
     assert len(found["groups"]) == 30 and max(found["groups"]) < len(report.COLORS)
     vectors = np.frombuffer(b64decode(found["bytes"]), np.int8).reshape(40, found["dim"])
-    vectors = query.normalize(vectors.astype(np.float32))
+    vectors = normalize(vectors.astype(np.float32))
     for word in (0, 35):  # one is not on the map
         near = query.combination(kv_of(WORDS, VECTORS), [WORDS[word]], 5)
         cosines = vectors @ vectors[word]

@@ -64,6 +64,7 @@ SENTENCES = (  # what to give in place of texts and tables
     "give [text.split() for text in texts], of a table table['text'].str.split(), of a dataset "
     "[row['text'].split() for row in dataset], of a file corpus_file=FILE"
 )
+RESIDENT = 'add "transfer.engine=resident" to settings'  # else the GPU keeps rows of its own
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 WHOLE = "max_final_vocab max_vocab_size min_count null_word sorted_vocab workers".split()
 GENSIM_ARGUMENTS = [*inspect.signature(word2vec.Word2Vec).parameters]
@@ -455,15 +456,14 @@ class Word2Vec(word2vec.Word2Vec):
         The factors are gensim's `wv.vectors_lockf`. Sequential SGD scales updates itself.
         """
         factors_V = self._lock_factors()
+        scaled = np.flatnonzero(factors_V != 1)
         if kernels == "sequential":
             step.kernels.input_factors = factors_V  # type: ignore[attr-defined]
-        if kernels == "sequential" or (factors_V == 1).all():
+        if kernels == "sequential" or not len(scaled):
             return lambda: None
-        if step.engine.moves_rows:  # the GPU keeps rows of its own
-            remedy = 'add "transfer.engine=resident" to settings'
-            raise ConfigError(f"wv.vectors_lockf locks vectors that are paged; {remedy}")
+        if step.engine.moves_rows:
+            raise ConfigError(f"wv.vectors_lockf locks vectors that are paged; {RESIDENT}")
         weight_VD = step.inputs["weight"]
-        scaled = np.flatnonzero(factors_V != 1)
         rows_L = torch.from_numpy(scaled).to(weight_VD.device)
         factors_L1 = torch.from_numpy(factors_V[scaled, None]).to(weight_VD)
         before_LD = weight_VD[rows_L]  # the weights before the next step
@@ -502,9 +502,8 @@ class Word2Vec(word2vec.Word2Vec):
             weight_VD = table["weight"][rows]
             if not is_first and np.array_equal(vectors_VD, weight_VD.float().cpu().numpy()):
                 continue
-            if not is_first and step.engine.moves_rows:  # the GPU keeps rows of its own
-                remedy = 'add "transfer.engine=resident" to settings'
-                raise ConfigError(f"a callback has changed vectors that are paged; {remedy}")
+            if not is_first and step.engine.moves_rows:
+                raise ConfigError(f"a callback has changed vectors that are paged; {RESIDENT}")
             weight_VD.copy_(torch.from_numpy(vectors_VD))
             saved = self._states.get((self.optimizer, name), {})
             states = _states(table, rows)

@@ -48,13 +48,6 @@ def combination(kv: Words, terms: Sequence[str], topn: int = 10) -> list[tuple[s
     return [(kv.index_to_key[row], float(cosine_V[row])) for row in best]
 
 
-def normalize(vectors_ND: np.ndarray) -> np.ndarray:
-    """Scale vectors to length 1 in float64, as gensim does; zeros stay zero."""
-    wide_ND = vectors_ND.astype(np.float64)
-    length_N1 = np.linalg.norm(wide_ND, axis=1, keepdims=True)
-    return (wide_ND * (1.0 / np.where(length_N1 > 0, length_N1, 1))).astype(vectors_ND.dtype)
-
-
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
     """Return lines with the neighbors of up to five of the N most frequent words."""
     kv = Words(words[: len(vectors_ND)], vectors_ND)

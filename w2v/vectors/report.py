@@ -30,7 +30,6 @@ from w2v.system.files import atomic_path, atomic_write, printable
 from w2v.text.vocab import Vocab
 from w2v.vectors import load, runs, significance
 from w2v.vectors.datasets import RESTRICT_VOCAB
-from w2v.vectors.query import normalize
 from w2v.vectors.runs import SCRIPT, Comparison, Row, Run, markup
 
 log = logging.getLogger("w2v")
@@ -359,7 +358,8 @@ def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
         few = f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing"
         raise ReportError(f"{few}; take 4 words or more, of 2 dimensions or more")
-    unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
+    centered_ND = vectors_ND - vectors_ND.mean(0)
+    unit_ND = import_module("sklearn.preprocessing").normalize(centered_ND)
     first_LD = unit_ND[:LANDMARKS]
     perplexity = min(PERPLEXITY, (len(first_LD) - 1) / 3)
     tsne = import_module("sklearn.manifold").TSNE(

@@ -345,12 +345,11 @@ class Row:
 
     def test(self, other: Row) -> significance.Test:
         """Test the difference to another row, over equal seeds and over items."""
-        qualities = [
+        mine, others = (
             {run.settings["train.seed"]: quality([run]) for run in row.runs}
             for row in (self, other)
-        ]
-        equal = qualities[0].keys() & qualities[1].keys()
-        pairs = [(qualities[0][seed], qualities[1][seed]) for seed in sorted(equal)]
+        )
+        pairs = [(mine[seed], others[seed]) for seed in sorted(mine.keys() & others.keys())]
         pairs = [pair for pair in pairs if min(pair) > UNSCORED]
         # Means of scores, or held-out losses if there are no scores.
         with np.errstate(invalid="ignore"):

@@ -34,11 +34,8 @@ def list_runs(options: argparse.Namespace) -> None:
         places = " ".join(options.runs) or PARENT
         raise runs.RunError(f"no run is in {places}; name a folder of runs, or train first")
     folders.sort(key=_changed)
-    lines = [HEADINGS, *map(_line, folders)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        show("  ".join(cells).rstrip())
+    columns = zip(*map(_line, folders), strict=True)
+    show(*runs.aligned(dict(zip(HEADINGS, map(list, columns), strict=True))))
     caches = cached_texts(DATA)
     in_runs, in_caches = (format_bytes(sum(map(_size, paths))) for paths in (folders, caches))
     show("", f"runs: {len(folders)}, {in_runs}; cached texts: {len(caches)}, {in_caches}")
@@ -89,8 +86,7 @@ def _line(folder: Path) -> list[str]:
         run = runs.read(folder)
         figures = runs.figures(run)
         cells = [Path(run.settings["corpus.path"]).name, run.settings["optimizer.name"]]
-        for name in ("analogies %", "WordSim-353"):
-            score = figures.get(name)
+        for score in map(figures.get, HEADINGS[3:5]):
             cells.append("-")
             if score is not None:
                 cells[-1] = f"{score:.3g}"

@@ -587,28 +587,35 @@ def split_common(columns: Columns) -> tuple[str, Columns]:
     return ", ".join(common), others
 
 
+def aligned(columns: Columns) -> list[str]:
+    """Return the lines of a table, numbers at the right of their columns."""
+    padded = []
+    for name, cells in columns.items():
+        align = str.ljust
+        if any(cell[:1].isdigit() for cell in cells):
+            align = str.rjust
+        width = max(map(len, [name, *cells]))
+        padded.append([align(cell, width) for cell in (name, *cells)])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+
+
 def in_columns(columns: Columns, width: int) -> str:
     """Format a table for a terminal of this width.
 
     Settings that differ are below it, and what all rows have in common is above. What a narrow
     terminal has no room for is left out.
     """
-    common, shown = split_common(columns)
-    aligned: dict[str, list[str]] = {}
-    for name in shown.keys() - ONLY_IN_FILES:
-        cells = [name, *(cell.partition(" [")[0].replace(" +- ", "±") for cell in shown[name])]
+    common, others = split_common(columns)
+    shown = {}
+    for name, cells in others.items():
+        if name not in ONLY_IN_FILES:
+            shown[name] = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]
         if name in WITHOUT_SPREAD:
-            cells = [cell.partition("±")[0] for cell in cells]
-        align = str.ljust
-        if any(cell[:1].isdigit() for cell in cells[1:]):
-            align = str.rjust
-        cell_width = max(map(len, cells))
-        aligned[name] = [align(cell, cell_width) for cell in cells]
+            shown[name] = [cell.partition("±")[0] for cell in shown[name]]
     for name in OPTIONAL:
-        if sum(len(cells[0]) + 2 for cells in aligned.values()) > width + 2:
-            aligned.pop(name, None)
-    in_order = [aligned[name] for name in shown if name in aligned]
-    lines = ["  ".join(cells).rstrip() for cells in zip(*in_order, strict=True)]
+        if max(map(len, aligned(shown))) > width:
+            shown.pop(name, None)
+    lines = aligned(shown)
     if common:
         lines.insert(0, f"all rows: {common}")
     settings = zip(columns["optimizer"], columns["lr"], columns.get(OTHERS, []), strict=False)

@@ -35,7 +35,7 @@ def list_runs(options: argparse.Namespace) -> None:
         raise runs.RunError(f"no run is in {places}; name a folder of runs, or train first")
     folders.sort(key=_changed)
     columns = zip(*map(_line, folders), strict=True)
-    show(*runs.aligned(dict(zip(HEADINGS, map(list, columns), strict=True))))
+    show("\n".join(runs.aligned(dict(zip(HEADINGS, map(list, columns), strict=True)))))
     caches = cached_texts(DATA)
     in_runs, in_caches = (format_bytes(sum(map(_size, paths))) for paths in (folders, caches))
     show("", f"runs: {len(folders)}, {in_runs}; cached texts: {len(caches)}, {in_caches}")

@@ -28,7 +28,7 @@ import numpy as np
 
 from w2v.system.files import atomic_path, atomic_write, printable
 from w2v.text.vocab import Vocab
-from w2v.vectors import load, runs, significance
+from w2v.vectors import load, runs
 from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.runs import SCRIPT, Comparison, Row, Run, markup
 
@@ -59,7 +59,8 @@ PERPLEXITY = 20.0
 TSNE_STEPS = 500  # half of the default: the divergence is 2 % greater
 NEIGHBOR_BYTES = 2**26  # of all vectors of a page, a byte for each number
 # Where a name may be beside its dot: from it in points, and which end of the name is there.
-BESIDE = ((3, "left"), (-3, "right")), ((1, "bottom"), (-1, "top"))
+ENDS = (3, "left"), (-3, "right")
+SIDES = (1, "bottom"), (-1, "top")
 
 
 class ReportError(ValueError):
@@ -218,12 +219,12 @@ def _scores(rows: Sequence[Row]) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         sets, values, low, high = [], [], [], []
-        for heading, items_I in row.items.items():
-            if ends := significance.interval(items_I):
-                sets.append(_text(heading.removesuffix(" %")))
-                values.append(100 * float(np.nanmean(items_I)))
-                low.append(values[-1] - 100 * ends[0])
-                high.append(100 * ends[1] - values[-1])
+        for heading, ends in row.intervals.items():
+            scale = 100 / runs.SCALES.get(heading[-1:], 1)
+            sets.append(_text(heading.removesuffix(" %")))
+            values.append(100 * float(np.nanmean(row.items[heading])))
+            low.append(values[-1] - scale * ends[0])
+            high.append(scale * ends[1] - values[-1])
         error = {"array": high, "arrayminus": low, "thickness": 1.5, "width": 4, "color": GREY}
         marker = {"color": COLORS[number % len(COLORS)]}
         trace = {"name": _text(row.name), "x": values, "y": sets, "meta": {"row": number}}
@@ -388,7 +389,7 @@ def _name_dots(
         plain = printable(word).replace("$", r"\$")  # else the mark of a formula
         text = axis.annotate(plain, place, (0, 0), textcoords="offset points")
         text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
-        for (x, end), (y, side) in product(*BESIDE):
+        for (x, end), (y, side) in product(ENDS, SIDES):
             text.set(position=(x, y), ha=end, va=side)
             box = text.get_window_extent().padded(1)
             beside = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1)

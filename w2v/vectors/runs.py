@@ -279,6 +279,7 @@ FORMATS = {  # of numbers by column, or by its last letter; .3f of the others, c
     "host MiB": ".0f",
     "GPU MiB": ".0f",
 }
+SCALES = {"%": 100}  # of items, by the last letter of their heading
 VERDICT = "beside the best"  # heading of the tests against the first row
 TESTED = 4  # of the best rows, each pair gets a verdict
 # Columns that a terminal has no room for, those that it shows without their deviation, those above
@@ -342,6 +343,15 @@ class Row:
             for name, items_SI in of_seeds.items()
             if len(set(map(len, items_SI))) == 1
         }
+
+    @cached_property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """95 % intervals of scores by their heading, and in its unit."""
+        found = {}
+        for heading, items_I in self.items.items():
+            if ends := significance.interval(items_I * SCALES.get(heading[-1:], 1)):
+                found[heading] = ends
+        return found
 
     def test(self, other: Row) -> significance.Test:
         """Test the difference to another row, over equal seeds and over items."""
@@ -439,8 +449,8 @@ def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     lines = [_cells(row, differing, headings) for row in compared]
     for row, line in zip(compared, lines, strict=True) if tested else ():
         line[VERDICT] = _beside(compared, row)
-        for name, ends in _intervals(row.items).items():
-            line[name] += " [" + ", ".join(f"{end:{_form(name)}}" for end in ends) + "]"
+        for name, (low, high) in row.intervals.items():
+            line[name] += f" [{low:{_form(name)}}, {high:{_form(name)}}]"
     columns = {name: [line[name] for line in lines] for name in lines[0]}
     # A column is left out if all its cells are among these.
     empty = {
@@ -476,17 +486,6 @@ def _cells(row: Row, differing: Sequence[str], headings: Iterable[str]) -> dict[
 
 def _form(heading: str) -> str:
     return FORMATS.get(heading) or FORMATS.get(heading[-1:], ".3f")
-
-
-def _intervals(of_sets: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """Return the 95 % intervals of scores by their heading, and in its unit."""
-    found = {}
-    for heading, items_I in of_sets.items():
-        if heading.endswith("%"):
-            items_I = 100 * items_I
-        if ends := significance.interval(items_I):
-            found[heading] = ends
-    return found
 
 
 def _beside(compared: Sequence[Row], row: Row) -> str:
@@ -650,8 +649,8 @@ def as_csv(runs: Sequence[Run]) -> str:
             if isinstance(value, str):
                 line[key] = _unformula(value)
         line |= figures(run)
-        for name, ends in _intervals(items(run)).items():
-            line |= {f"{name} low": ends[0], f"{name} high": ends[1]}
+        for name, (low, high) in Row(run.settings, [run]).intervals.items():
+            line |= {f"{name} low": low, f"{name} high": high}
         lines.append({_unformula(key): value for key, value in line.items()})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))

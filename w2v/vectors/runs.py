@@ -297,15 +297,15 @@ def figures(run: Run) -> dict[str, float | None]:
     found: dict[str, float | None] = {
         "held-out loss": scores["held_out_loss"],
         "loss": scores["loss"],
-        "analogies %": _percent(google["total"]),
+        "analogies %": None,
         "questions": google["total"]["counted"],
-        "semantic %": _percent(google["semantic"]),
-        "syntactic %": _percent(google["syntactic"]),
+        "semantic %": _accuracy(google["semantic"]),
+        "syntactic %": _accuracy(google["syntactic"]),
     }
-    for name, pairs in scores["similarity"].items():
-        found[title(name)] = pairs["spearman"]
-    for name, analogies in scores["questions"].items():
-        found[f"{name} %"] = _percent(analogies["total"])
+    found |= {heading: score for heading, (score, _) in _sets(run).items()}
+    for heading, value in found.items():
+        if value is not None:
+            found[heading] = value * SCALES.get(heading[-1:], 1)
     found |= dict.fromkeys(("M words/s", "seconds", "host MiB", "GPU MiB"))
     if scores["words"] and scores["seconds"]:
         found["M words/s"] = scores["words"] / scores["seconds"] / 1e6
@@ -316,10 +316,22 @@ def figures(run: Run) -> dict[str, float | None]:
     return found
 
 
-def _percent(part: dict[str, Any]) -> float | None:
-    if part["counted"] and part["accuracy"] is not None:
-        return 100 * part["accuracy"]
+def _accuracy(part: dict[str, Any]) -> float | None:
+    if part["counted"]:
+        return part["accuracy"]
     return None
+
+
+def _sets(run: Run) -> dict[str, tuple[float | None, str]]:
+    """Return the score, from 0 to 1, and the answers of each set by its heading."""
+    scores = run.scores
+    google = scores["analogies"]
+    found = {"analogies %": (_accuracy(google["total"]), google["answers"])}
+    for name, pairs in scores["similarity"].items():
+        found[title(name)] = pairs["spearman"], pairs["answers"]
+    for name, other in scores["questions"].items():
+        found[f"{name} %"] = _accuracy(other["total"]), other["answers"]
+    return found
 
 
 @dataclass
@@ -332,15 +344,22 @@ class Row:
 
     @cached_property
     def items(self) -> dict[str, np.ndarray]:
-        """Answers to each set, by its heading: means over seeds, [I]."""
+        """A number for each question and word pair of the sets, by their heading: [I].
+
+        These are means over seeds. Their mean is the score; NaN is an item that was skipped.
+        """
         of_seeds: dict[str, list[np.ndarray]] = {}
         for run in self.runs:
-            for name, items_I in items(run).items():
-                of_seeds.setdefault(name, []).append(items_I)
+            for heading, (_, answers) in _sets(run).items():
+                with contextlib.suppress(ValueError):
+                    items_I = np.array(answers.split(), float)
+                    items_I[~(np.abs(items_I) < LARGEST)] = np.nan
+                    if np.isfinite(items_I).any():
+                        of_seeds.setdefault(heading, []).append(items_I)
         # Without sets that have changed between the runs.
         return {
-            name: np.mean(items_SI, axis=0)
-            for name, items_SI in of_seeds.items()
+            heading: np.mean(items_SI, axis=0)
+            for heading, items_SI in of_seeds.items()
             if len(set(map(len, items_SI))) == 1
         }
 
@@ -368,25 +387,6 @@ class Row:
         return significance.test(difference_S, self.items, other.items)
 
 
-def items(run: Run) -> dict[str, np.ndarray]:
-    """Return a number for each question and word pair of the sets.
-
-    Sets are named by the heading of their score, the mean; NaN is an item that was skipped.
-    """
-    scores = run.scores
-    texts = {"analogies %": scores["analogies"]["answers"]}
-    texts |= {title(name): pairs["answers"] for name, pairs in scores["similarity"].items()}
-    texts |= {f"{name} %": other["answers"] for name, other in scores["questions"].items()}
-    found = {}
-    for name, text in texts.items():
-        with contextlib.suppress(ValueError):
-            values_I = np.array(text.split(), float)
-            values_I[~(np.abs(values_I) < LARGEST)] = np.nan
-            if np.isfinite(values_I).any():
-                found[name] = values_I
-    return found
-
-
 def quality(runs: Sequence[Run]) -> tuple[float, float]:
     """Return the mean of all scores, from 0 to 1, and minus the held-out loss.
 
@@ -397,12 +397,9 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
         return -math.inf, -math.inf
     means = []
     losses = []
-    for scores in (run.scores for run in runs):
-        totals = [each["total"] for each in (scores["analogies"], *scores["questions"].values())]
-        values = [total["accuracy"] for total in totals if total["counted"]]
-        values += [pairs["spearman"] for pairs in scores["similarity"].values()]
-        means.append(mean([value for value in values if value is not None] or [-1.0]))
-        losses.append(scores["held_out_loss"] or math.inf)
+    for run in runs:
+        means.append(mean([score for score, _ in _sets(run).values() if score is not None] or [-1]))
+        losses.append(run.scores["held_out_loss"] or math.inf)
     return mean(means), -mean(losses)
 
 

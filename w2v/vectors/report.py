@@ -376,7 +376,9 @@ def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             min(NEAR_LANDMARKS, len(first_LD)),
             weights=lambda distance_NK: np.exp(-SHARPNESS * distance_NK**2),
         )
-        return near.fit(first_LD, places_L2).predict(unit_ND), group_N
+        places_N2 = near.fit(first_LD, places_L2).predict(unit_ND)
+    places_N2[:LANDMARKS] = places_L2
+    return places_N2, group_N
 
 
 def _name_dots(

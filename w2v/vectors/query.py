@@ -49,7 +49,7 @@ def combination(kv: Words, terms: Sequence[str], topn: int = 10) -> list[tuple[s
 
 
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
-    """Return lines with the neighbors of up to five of the N most frequent words."""
+    """Return lines with the neighbors of up to five frequent words."""
     kv = Words(words[: len(vectors_ND)], vectors_ND)
     # Short words are mostly function words, whose neighbors say little.
     long = [word for word in kv.index_to_key if len(word) >= 5] or kv.index_to_key

@@ -323,7 +323,7 @@ def _accuracy(part: dict[str, Any]) -> float | None:
 
 
 def _sets(run: Run) -> dict[str, tuple[float | None, str]]:
-    """Return the score, from 0 to 1, and the answers of each set by its heading."""
+    """Return score (a share) and answers of each set by its heading."""
     scores = run.scores
     google = scores["analogies"]
     found = {"analogies %": (_accuracy(google["total"]), google["answers"])}
@@ -344,9 +344,9 @@ class Row:
 
     @cached_property
     def items(self) -> dict[str, np.ndarray]:
-        """A number for each question and word pair of the sets, by their heading: [I].
+        """Scores of each question or word pair of the sets, by heading: [I].
 
-        These are means over seeds. Their mean is the score; NaN is an item that was skipped.
+        These are means over seeds, and their mean is the score; NaN is an item that was skipped.
         """
         of_seeds: dict[str, list[np.ndarray]] = {}
         for run in self.runs:

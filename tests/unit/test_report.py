@@ -140,6 +140,18 @@ def test_names_of_runs_are_text_to_plotly(tmp_path):
     }
 
 
+def test_page_of_a_vectors_file_shows_its_words_alone(page, tmp_path):
+    file = tmp_path / "a.kv"
+    kv_of(WORDS, VECTORS).save(str(file))
+    written = report.write([file])
+    (found,), (of_run,) = words_of(written), words_of(page)
+    assert written == tmp_path / "a.kv.html" and found["name"] == "a.kv"
+    assert (found["words"], found["bytes"]) == (of_run["words"], of_run["bytes"])
+    assert len(found["x"]) == 40 and "<section hidden>" in written.read_text()
+    with pytest.raises(report.ReportError, match="a.kv is a file of vectors"):
+        report.write([file, page.parent])
+
+
 def test_all_words_are_found_with_vectors_places_and_groups(page, monkeypatch):
     (found,) = words_of(page)
     assert np.shape((found["x"], found["y"])) == (2, 30)

@@ -67,7 +67,7 @@ COMMANDS = {
     "analogies": ("answer analogies: king - man + woman", "commands:analogies"),
     "export": ("write vectors in other formats", "commands:export_vectors"),
     "map": ("draw the most frequent words: map.png", "commands:draw_map"),
-    "report": ("write an HTML page about runs: report.html", "commands:write_report"),
+    "report": ("write an HTML page about runs, or files of vectors", "commands:write_report"),
     "compare": ("train configs and compare them, or compare runs", "compare:run"),
     "sweep": ("search for the best settings of optimizers", "sweep:run"),
     "runs": ("list runs with their scores and sizes", "storage:list_runs"),

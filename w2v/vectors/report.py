@@ -71,11 +71,22 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None, with_map: b
     """Write the page and return its path.
 
     Args:
-        paths: Run folders, folders of run folders, or "latest"; runs may be unfinished.
+        paths: Run folders, folders of run folders, or "latest"; runs may be unfinished. Or files
+            of vectors, whose words the page shows.
         to: The file, or a folder for report.html; by default in the run folder, or beside
-            several runs in the folder "pictures".
+            several runs in the folder "pictures", or beside the first file of vectors.
         with_map: Whether words have places on a map, which takes seconds.
     """
+    paths = list(paths)
+    if files := {path.name: path for path in map(Path, paths) if path.is_file()}:
+        if len(files) < len(paths):
+            one = next(iter(files))
+            raise ReportError(
+                f"{one} is a file of vectors; give only such files, of different names"
+            )
+        first = Path(paths[0])
+        file = runs.picture_path([first.parent], f"{first.name}.html", to)
+        return write_page(Comparison([], {}, []), file, file.parent, with_map, files)
     folders = runs.find_all(paths, "metrics.jsonl")
     file = runs.picture_path(folders, "report.html", to)
     shared = file.parent
@@ -85,8 +96,17 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None, with_map: b
     return write_page(compared, file, shared, with_map)
 
 
-def write_page(compared: Comparison, file: Path, shared: Path, with_map: bool = True) -> Path:
-    """Write the page of runs, and plotly's script into `shared`."""
+def write_page(
+    compared: Comparison,
+    file: Path,
+    shared: Path,
+    with_map: bool = True,
+    files: Mapping[str, Path] | None = None,
+) -> Path:
+    """Write the page of runs, and plotly's script into `shared`.
+
+    files: Vectors by name; by default those of the best rows.
+    """
     script = _script()
     file.parent.mkdir(parents=True, exist_ok=True)
     shown = shared / SCRIPT
@@ -95,7 +115,7 @@ def write_page(compared: Comparison, file: Path, shared: Path, with_map: bool = 
             shutil.copyfile(script, part)
     rows = compared.rows
     corpora = sorted({row.settings["corpus.path"] for row in rows})
-    maps = _maps(rows, with_map)
+    maps = _maps(files or _best_vectors(rows), with_map)
     words = file.with_suffix(".js")
     if maps:
         atomic_write(words, f"showWords({json.dumps(maps, separators=(',', ':'))});\n")
@@ -108,8 +128,9 @@ def write_page(compared: Comparison, file: Path, shared: Path, with_map: bool = 
         for number, row in enumerate(rows)
     )
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=_text(f"Word vectors of {', '.join(corpora)}"),
-        comparison=_comparison(compared),
+        title=_text(f"Word vectors of {', '.join(files or corpora)}"),
+        comparison=_comparison(compared) if rows else "",
+        compared="" if rows else "hidden",
         legend="\n".join(legend),
         hidden="" if maps else "hidden",
         # A "<" could end the script element.
@@ -256,22 +277,27 @@ def _bars(traces: list[dict[str, Any]], title: str, layout: dict[str, Any]) -> d
     return {"data": traces, "layout": layout | axes}
 
 
-def _maps(rows: Sequence[Row], with_map: bool) -> list[dict[str, Any]]:
-    """Return words, vectors and places of a run of each of the best rows."""
-    saved: dict[str, Path] = {}  # folders by the name of the row
+def _best_vectors(rows: Sequence[Row]) -> dict[str, Path]:
+    """Return a run with vectors of each of the best rows, by the row's name."""
+    saved: dict[str, Path] = {}
     for row in rows:
         with_vectors = [run.folder for run in row.runs if (run.folder / "vectors.kv").exists()]
         if with_vectors and len(saved) < MAPS:
             saved[row.name] = with_vectors[0]
+    return saved
+
+
+def _maps(saved: Mapping[str, Path], with_map: bool) -> list[dict[str, Any]]:
+    """Return words, vectors and places of vectors by name."""
     maps: list[dict[str, Any]] = []
-    for name, folder in saved.items():
-        kv = load.load_words(folder)
+    for name, path in saved.items():
+        kv = load.load_words(path)
         dim = kv.vectors.shape[1]
         wide_ND = kv.vectors[: NEIGHBOR_BYTES // len(saved) // dim]
         wide_ND = np.nan_to_num(wide_ND, posinf=0, neginf=0).astype(np.float32)
         largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
         bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
-        entry = {"name": name, "run": str(folder), "dim": dim, "x": [], "y": [], "groups": []}
+        entry = {"name": name, "run": str(path), "dim": dim, "x": [], "y": [], "groups": []}
         entry |= {"words": "\n".join(kv.index_to_key), "bytes": b64encode(bytes_ND).decode()}
         with contextlib.suppress(ReportError):  # of too few words
             if with_map:

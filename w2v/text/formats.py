@@ -8,7 +8,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from itertools import chain
@@ -41,6 +41,7 @@ MARKS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
+    codecs.BOM_UTF8: "utf-8-sig",
 }
 COMMON_ENCODINGS = (
     "cp1252 cp1251 koi8_r cp1253 cp1255 cp1256 big5 gb18030 cp932 euc_jp cp949".split()
@@ -80,9 +81,6 @@ JSON = re.compile(
     rf'\s*(\[?\s*\{{\s*{STRING}(\\?$|"\s*:)|\[\s*\[?\s*{STRING}(\\?$|"\s*(\]|,\s*("|$))))',
     re.DOTALL,
 )
-JSON_LINES = {"jsonl", "ndjson", "jl"}
-TABLE_ENDINGS = {"csv", "tsv", "tab"}
-CONFIG_ENDINGS = {"toml", "ini", "cfg", "yaml", "yml"}
 DELIMITERS = "\t,;|"
 CONFIG = [("", "a config", "leave it out; settings are section.key=value or a .yaml file")]
 
@@ -102,7 +100,7 @@ class Format(NamedTuple):
     @property
     def is_utf8(self) -> bool:
         """Whether the unpacked bytes are the text."""
-        return self.kind in ("text", "dump") and self.encoding == "utf-8"
+        return self.kind in ("text", "dump") and self.encoding in ("utf-8", "utf-8-sig")
 
 
 def packing_of(head: bytes) -> str:
@@ -130,8 +128,7 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     encoding = codecs.lookup(settings.encoding).name
     if encoding.startswith("utf"):
         encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), encoding)
-    decoder = codecs.getincrementaldecoder("utf-8-sig" if encoding == "utf-8" else encoding)
-    text = decoder("replace").decode(head)
+    text = codecs.getincrementaldecoder(encoding)("replace").decode(head)
     if "\0" in text:
         order = "le" if head[1::2].count(0) >= head[::2].count(0) else "be"
         raise binary_error(path, f"a NUL byte; corpus.encoding=utf-16-{order} if it is UTF-16")
@@ -140,14 +137,14 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     _refuse(path, text, MARKED_UP)
     endings = [ending for ending in path.name.lower().split(".")[1:] if "." + ending not in PACKED]
     ending = endings[-1] if endings else ""
-    if ending in CONFIG_ENDINGS:
+    if ending in ("toml", "ini", "cfg", "yaml", "yml"):
         _refuse(path, text, CONFIG)
     is_whole = len(head) < HEAD_BYTES
-    if ending in JSON_LINES:
+    if ending in ("jsonl", "ndjson", "jl"):
         return Format("lines", encoding=encoding)
     if ending == "json" or JSON.match(text):
         return Format(_kind_of_json(path, text, is_whole), encoding=encoding)
-    is_table = ending in TABLE_ENDINGS or settings.field.isdecimal()
+    is_table = ending in ("csv", "tsv", "tab") or settings.field.isdecimal()
     if dialect := _dialect(text, settings.field, is_table, is_whole):
         return Format("csv", encoding=encoding, dialect=dialect)
     tags = TAGS.findall(text)
@@ -222,17 +219,13 @@ def _dialect(text: str, field: str, is_table: bool, is_whole: bool) -> dict[str,
     return dialect
 
 
-@contextmanager
-def unpacked(path: Path, packing: str) -> Iterator[BufferedIOBase]:
+def unpacked(path: Path, packing: str) -> BufferedIOBase:
     """Open a file, unpacked."""
-    opener: Callable[..., Any] = open
-    options = {}
-    if packing:
-        from smart_open import open as opener  # takes 50 ms
+    if not packing:
+        return open(path, "rb")
+    import smart_open  # takes 50 ms
 
-        options = {"compression": packing}
-    with opener(path, "rb", **options) as file:
-        yield file
+    return smart_open.open(path, "rb", compression=packing)  # type: ignore[return-value]
 
 
 @contextmanager
@@ -289,8 +282,7 @@ def _texts(file: BufferedIOBase, found: Format, path: Path, field: str) -> Itera
     if found.kind in COLUMNS.values():
         yield from _lines(_rows(file, found.kind, path, field), path, field)
         return
-    encoding = "utf-8-sig" if found.encoding == "utf-8" else found.encoding
-    text = io.TextIOWrapper(file, encoding, BROKEN, newline="")  # type: ignore[type-var]
+    text = io.TextIOWrapper(file, found.encoding, BROKEN, newline="")  # type: ignore[type-var]
     if found.kind == "lines":
         yield from _lines(_json_lines(text, path), path, field)
     elif found.kind == "json":

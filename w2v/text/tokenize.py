@@ -43,7 +43,6 @@ LOW_BITS = np.uint64(0x0101_0101_0101_0101)
 HIGH_BITS = np.uint64(0x8080_8080_8080_8080)
 ABOVE_SPACE = np.uint64(0x2121_2121_2121_2121)
 FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2**64 / golden ratio
-PARTITION_FACTOR = np.uint64(0xC2B2_AE3D_27D4_EB4F)  # an odd number without a pattern
 
 
 class WordTable:
@@ -136,7 +135,7 @@ class MergedWords:
         codes = np.full(table.size + 1, LINE_END, np.int32)
         keys, values = table.slots[table.slots[:, 1] > 0].T
         partitions = np.empty(table.size, np.uint8)
-        hashes = (keys ^ keys >> HALF) * PARTITION_FACTOR >> TOP
+        hashes = (keys ^ keys >> HALF) * FACTOR >> TOP
         partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
         order, bounds = _grouped(partitions)
         first = next(self._first)

@@ -73,16 +73,11 @@ def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     with open(path, "wb") as file:
         for part in parts:
             file.write(part)
-            start_writeback(file.fileno())
+            # Start to write cached pages, and free written ones: 6 GiB took 3.5 s instead of 8.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.flush()
         os.fsync(file.fileno())
-        start_writeback(file.fileno())
-
-
-def start_writeback(descriptor: int) -> None:
-    """Start writing a file's cached pages to disk, and free written ones."""
-    # This keeps the disk busy: 6 GiB took 3.5 s instead of 8.
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:

@@ -30,7 +30,6 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 PR_SET_PDEATHSIG = 1
-LARGE_ARRAY_BYTES = 1 << 18
 PACKAGES = "w2v torch numpy numba gensim safetensors cupy-cuda12x cupy-cuda13x".split()
 
 
@@ -52,8 +51,7 @@ def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) ->
     """Call a function with each item, on threads if there are several items."""
     if len(items) < 2:
         return [*map(function, items)]
-    with ThreadPoolExecutor(threads) as pool:
-        return [*pool.map(function, items)]
+    return [*map_in_order(threads, function, zip(items))]
 
 
 def map_in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
@@ -82,7 +80,7 @@ def limit_heap_fragmentation() -> None:
 
     Otherwise freed arrays leave unused holes in the heap of each thread.
     """
-    _glibc("mallopt", M_MMAP_THRESHOLD, LARGE_ARRAY_BYTES)
+    _glibc("mallopt", M_MMAP_THRESHOLD, 1 << 18)
     _glibc("mallopt", M_ARENA_MAX, 1)
 
 

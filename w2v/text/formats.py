@@ -43,9 +43,7 @@ MARKS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF16_BE: "utf-16",
     codecs.BOM_UTF8: "utf-8-sig",
 }
-COMMON_ENCODINGS = (
-    "cp1252 cp1251 koi8_r cp1253 cp1255 cp1256 big5 gb18030 cp932 euc_jp cp949".split()
-)
+ENCODINGS = "cp1252 cp1251 koi8_r cp1253 cp1255 cp1256 big5 gb18030 cp932 euc_jp cp949".split()
 COLUMNS = {rb"PAR1": "parquet", rb"ARROW1\0\0": "arrow", rb"\xff{4}.{3}\0": "stream"}
 PANDOC = "pandoc -t plain {path} -o {stem}.txt"
 UNTAG = "sed 's/<[^>]*>/ /g' {path} > {stem}.txt"
@@ -172,7 +170,7 @@ def guess_encoding(path: Path, settings: CorpusConfig) -> str:
     with suppress(ImportError), unpacked(path, recognize(path, settings).packing) as file:
         from charset_normalizer import from_bytes
 
-        if guess := from_bytes(file.read(HEAD_BYTES), cp_isolation=COMMON_ENCODINGS).best():
+        if guess := from_bytes(file.read(HEAD_BYTES), cp_isolation=ENCODINGS).best():
             return f"={guess.encoding} (a guess)"
     return "=NAME, such as latin-1"
 

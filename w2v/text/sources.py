@@ -48,9 +48,8 @@ def locate(path: str, data_dir: str | Path, settings: CorpusConfig = DEFAULT) ->
         candidates = _visible_files(found, data_dir) if found.is_dir() else [found]
         files = sorted(file for file in candidates if _holds_text(file))
         if found.is_fifo():
-            raise CorpusError(
-                f"corpus.path={path} is a pipe; name a file, or write ... | w2v train -"
-            )
+            remedy = "name a file, or write ... | w2v train -"
+            raise CorpusError(f"corpus.path={path} is a pipe; {remedy}")
         if not files:
             raise CorpusError(f"corpus.path={path} is empty or not text; name a text or a folder")
         texts: dict[Path, Path] = {}
@@ -137,9 +136,8 @@ def _status(path: Path) -> os.stat_result:
         with open(path, "rb") as file:
             return os.fstat(file.fileno())
     except OSError as error:
-        raise CorpusError(
-            f"{path} cannot be read ({error.strerror}); check the path and its permissions"
-        ) from None
+        remedy = "check the path and its permissions"
+        raise CorpusError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
 
 
 def _as_text(path: Path, data_dir: Path, settings: CorpusConfig) -> Path:

@@ -64,9 +64,8 @@ class Vocab:
             elif threshold > 1 and types > 1:
                 remedy = f"lower it to {np.partition(counts, -2)[-2]} or less, or use more text"
             few = f"keeps {'only one word' if len(kept) else 'no word'} and training needs two"
-            raise VocabError(
-                f"{setting} {few}; the most frequent occurs {counts.max()} times; {remedy}"
-            )
+            found = f"the most frequent occurs {counts.max()} times"
+            raise VocabError(f"{setting} {few}; {found}; {remedy}")
         return cls(words(kept), counts[kept], int(counts.sum()), types), kept
 
     @property

@@ -54,7 +54,7 @@ def clean(options: argparse.Namespace) -> None:
         caches = cached_texts(options.caches)
     if not (targets or caches):
         raise runs.RunError("nothing to remove; name run folders, or --caches (see w2v runs)")
-    for folder in [*targets, *caches]:
+    for folder in targets + caches:
         show(f"{format_bytes(_size(folder)):>9}  {folder}")
     if options.dry_run:
         return

@@ -318,7 +318,7 @@ def _checked(
     """Return words and columns that match; keep a repeated word's first row."""
     if vectors.ndim != 2 or vectors.dtype not in (np.float16, np.float32, np.float64):
         raise ValueError(f"vectors are {vectors.dtype} {list(vectors.shape)}, not rows of floats")
-    for name, column in {"vectors": vectors, **expandos}.items():
+    for name, column in ({"vectors": vectors} | dict(expandos)).items():
         if len(column) != len(words):
             raise ValueError(f"{len(words):,} words do not match {len(column):,} {name}")
     "".join(words).encode()  # raises if a word is not valid text

@@ -113,10 +113,10 @@ def mean_curve(runs: Sequence[Run], name: str) -> dict[str, np.ndarray]:
     curves = [np.array(points).T for run in runs if (points := run.curve(name))]
     if not curves:
         return {}
-    last = max(words[-1] for words, *_ in curves)
+    last = max(curve[0, -1] for curve in curves)
     curves = [curve for curve in curves if curve[0, -1] == last]
-    words_P = np.unique(np.concatenate([words for words, *_ in curves]))
-    words_P = words_P[words_P >= max(words[0] for words, *_ in curves)]
+    words_P = np.unique(np.concatenate([curve[0] for curve in curves]))
+    words_P = words_P[words_P >= max(curve[0, 0] for curve in curves)]
     seconds_SP = np.array([np.interp(words_P, words, at) for words, at, _ in curves])
     value_SP = np.array([np.interp(words_P, words, values) for words, _, values in curves])
     columns = {"words": words_P, "seconds": seconds_SP.mean(0), "mean": value_SP.mean(0)}
@@ -502,7 +502,7 @@ def _beside(compared: Sequence[Row], row: Row) -> str:
 def labels(compared: Sequence[Row]) -> list[str]:
     """Return names of rows: the optimizer, and settings that tell rows apart."""
     named = [_text(row.settings["optimizer.name"]) for row in compared]
-    for key in {**SHOWN, **compared[0].settings}:
+    for key in SHOWN | compared[0].settings:
         heading = SHOWN.get(key, key.rpartition(".")[2])
         longer = [
             f"{name} {heading} {_text(row.settings.get(key))}"
@@ -590,8 +590,9 @@ def aligned(columns: Columns) -> list[str]:
         align = str.ljust
         if any(cell[:1].isdigit() for cell in cells):
             align = str.rjust
-        width = max(map(len, [name, *cells]))
-        padded.append([align(cell, width) for cell in (name, *cells)])
+        column = [name, *cells]
+        width = max(map(len, column))
+        padded.append([align(cell, width) for cell in column])
     return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 

@@ -189,8 +189,8 @@ class CpuKernels:
         kept, sentences = (
             np.concatenate([array[part] for part in parts]) for array in (kept_n, sentences_n)
         )
-        in_order = torch.from_numpy(kept), torch.from_numpy(sentences)
-        return reference.interleave(*in_order, block_words, batch_size)
+        words_n = torch.from_numpy(kept)
+        return reference.interleave(words_n, torch.from_numpy(sentences), block_words, batch_size)
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
         ReferenceKernels(self.shape).mark(batch, marks_A)

@@ -441,8 +441,10 @@ def test_allocation_that_fails_while_training(tmp_path, run_main, monkeypatch, c
     assert status == 3 and "memory ran out" in error, error
     [run] = (tmp_path / "runs").iterdir()
     checkpoints = run / "checkpoints"
-    while temporary_files(run) or len(list(checkpoints.iterdir())) > 2:
-        time.sleep(0.01)  # a thread writes the last one, then removes an old one
+    # A thread writes the last one, then removes an old one: its files vanish meanwhile.
+    while list(checkpoints.glob("*.partial")) or len(list(checkpoints.iterdir())) > 2:
+        time.sleep(0.01)
+    assert not temporary_files(run)
     assert all(Checkpoint(saved).state["step"] <= 30 for saved in check_checkpoints(run))
     monkeypatch.undo()
     change = "transfer.gpu_bytes=" if changes else "transfer.table_dir=FOLDER"

@@ -140,7 +140,7 @@ MISTAKES = [
     ("map latest --output map.png", "did you mean --to"),
     ("score my.pdf", "my.pdf is text, not vectors"),
     ("nn", "required: RUN;"),
-    ("report my.txt", "no metrics.jsonl in my.txt"),
+    ("report my.txt", "my.txt is text, not vectors"),
     ("nn latest", "no folder in runs holds vectors.kv"),
     ("nn runs/one king", "runs/one holds no vectors.kv"),
     ("export latest", "nothing to write; add --kv"),

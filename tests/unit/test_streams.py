@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from w2v.rows import link as streams
+from w2v.rows import link
 from w2v.rows.link import Waits, current_stream, on_stream
 
 
@@ -28,7 +28,7 @@ class Event:
 
 def test_waits_are_counted_once_they_are_over_without_waiting_for_them(monkeypatch):
     monkeypatch.setattr(Event, "made", 0)
-    monkeypatch.setattr(streams, "current_stream", lambda: None)
+    monkeypatch.setattr(link, "current_stream", lambda: None)
     created = []
 
     def new_event(enable_timing):

@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.config import ConfigError, TransferConfig
-from w2v.rows import lookup as look_up
-from w2v.rows import shard as sharded
+from w2v.rows import lookup, shard
 from w2v.rows.group import Function
 from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, RowsOfIds, as_tensor, stacked
 from w2v.rows.ops import Bags
@@ -134,7 +133,7 @@ class PagedEmbedding(nn.Module):
         process_group: torch.distributed.ProcessGroup | None = None,
     ):
         super().__init__()
-        ranks = sharded.ranks_of(process_group)
+        ranks = shard.ranks_of(process_group)
         shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
         ranks.require_equal(shape, "make the same table on all ranks")
         try:
@@ -434,10 +433,10 @@ def find(table: PagedTable, ids: Ids) -> RowsOfIds:
         if table.ranks.size > 1:
             found = look_up_alone(table, ids)
         else:
-            found = look_up.look_up(table.store, ids, table.padding_idx)
+            found = lookup.look_up(table.store, ids, table.padding_idx)
         # Beside rows of other tables of the group, as only this one has been looked up.
         group, part = table.store.group, table.store.first_row
-        look_up.prefetch(group, [found.look_up.own], part=part)
+        lookup.prefetch(group, [found.look_up.own], part=part)
     return found
 
 

@@ -26,8 +26,6 @@ from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table
 
 PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

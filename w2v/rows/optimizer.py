@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import Ranks
-from w2v.rows import lookup as look_up
-from w2v.rows import shard as sharded
+from w2v.rows import lookup, shard
 from w2v.rows.checkpoint import Checkpoints, latest
 from w2v.rows.embedding import trained_tables
 from w2v.rows.group import RowGroup
@@ -136,7 +135,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             steps.append((tables, optimizer, lr))
         # Only now, so that a step that is refused changes no table.
         if self._ranks.size > 1:
-            sharded.reduce(list(self._tables.values()))
+            shard.reduce(list(self._tables.values()))
         for tables, optimizer, lr in steps:
             if self._fused:
                 step_fused(tables, optimizer, lr)
@@ -175,7 +174,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         batches: Iterator[LookedUpBatch]
         batches = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
         if self._ranks.size > 1:
-            batches = sharded.sent_ahead(tables, batches)
+            batches = shard.sent_ahead(tables, batches)
         together = max(1, ahead // 2)  # batches of a page of the cache
         try:
             for number, window in enumerate(_windows(batches, ahead)):
@@ -184,7 +183,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     _prefetch(window, 0, together)
                 batch, rows = window.popleft()
                 for owned in _owned(rows):
-                    look_up.make_current(owned)
+                    lookup.make_current(owned)
                 if begins_page:  # the rows after this page's
                     _prefetch(window, together - 1, together)
                 for table, found in zip(tables, rows, strict=True):
@@ -340,7 +339,7 @@ def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowsOf
         ids = [batch[item] for item in items]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
-    return sharded.look_up_tables(tables, ids)
+    return shard.look_up_tables(tables, ids)
 
 
 def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[LookedUpBatch]]:
@@ -381,4 +380,4 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
                 owned.wait()
                 look_ups.append(owned)
     for group, (look_ups, soon) in pages.items():
-        look_up.prefetch(group, look_ups, soon)
+        lookup.prefetch(group, look_ups, soon)

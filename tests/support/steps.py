@@ -12,9 +12,9 @@ from w2v.rows.link import link_between
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table, uniform
 from w2v.word2vec.batch import Batch, Objective, StepShape, StepState, output_vectors
-from w2v.word2vec.cpu import CpuKernels, CpuShardKernels, SequentialSgdKernels, ThreadGrads, Threads
+from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
-from w2v.word2vec.cuda_shard import CudaPeerKernels, CudaShardKernels
+from w2v.word2vec.cuda_shard import CudaPeerKernels
 from w2v.word2vec.exchange import LocalExchange, RankExchange
 from w2v.word2vec.huffman import make_tree
 from w2v.word2vec.peers import PeerExchange, PeerMemory
@@ -63,7 +63,7 @@ def make_step(
     elif kernels == "cuda" and not optimizer.formula:
         kernels = TorchStepKernels(shape)
     else:
-        kernels = make_kernels(kernels, shape, threads, ranks)
+        kernels = make_kernels(kernels, shape, threads)
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     state = StepState(device)
     engine = make_engine(engine, table, slots, device)
@@ -73,21 +73,21 @@ def make_step(
         assert not memory.obstacle(device)
         exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.view())
     elif ranks is not SINGLE:
-        exchange = RankExchange(kernels, steps_per_page, state, ranks, shape, planning)
+        exchange = RankExchange(kernels, steps_per_page, state, ranks, shape)
     return TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)
 
 
-def make_kernels(name, shape, threads=1, ranks=SINGLE):
+def make_kernels(name, shape, threads=1):
     """Return kernels by name, or of a given class."""
     match name:
         case "reference":
             return ReferenceKernels(shape)
         case "cpu":
-            return (CpuKernels if ranks is SINGLE else CpuShardKernels)(shape, threads)
+            return CpuKernels(shape, threads)
         case "sequential":
             return SequentialSgdKernels(shape, threads)
         case "cuda":
-            return CudaKernels(shape) if ranks is SINGLE else CudaShardKernels(shape)
+            return CudaKernels(shape)
     return name(shape)
 
 

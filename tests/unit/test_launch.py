@@ -19,18 +19,9 @@ from w2v.rows.moves import PageRows
 from w2v.rows.ops import Bags, Span, Spans, View
 from w2v.rows.optim import Hyper, RowOptimizer
 from w2v.word2vec import cuda
-from w2v.word2vec.batch import (
-    BatchSeed,
-    Counts,
-    IdsByRank,
-    Pool,
-    RowGrads,
-    StepShape,
-    StepState,
-    Update,
-)
+from w2v.word2vec.batch import BatchSeed, Grads, Pool, RowGrads, StepShape, StepState, Update
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
-from w2v.word2vec.cuda_shard import CudaPeerKernels, CudaShardKernels
+from w2v.word2vec.cuda_shard import CudaPeerKernels
 
 CPU = torch.device("cpu")
 VECTORS, DIM = 40, 4
@@ -183,22 +174,12 @@ def train(kernels, update, view, state, batch):
 
 
 def exchange_rows():
-    kernels, update, view, state = make_step(make=CudaShardKernels, ranks=2, occurrence_cap=5)
-    batch = random_batch()
-    send_N, scratch_N, recv_N = torch.zeros(3, 2, dtype=torch.int32)
-    ids_M = torch.zeros(9, dtype=torch.int32)
-    requests = IdsByRank(ids_M, recv_N)
-    rows_U, _ = kernels.list_requests(batch, send_N, scratch_N, requests)
-    kernels.read_counts(requests, Counts(send_N, recv_N), torch.zeros(2, 2, dtype=torch.int32))
-    kernels.mark_requested(ids_M, torch.zeros(ROWS // 2, dtype=torch.bool))
-    owned = kernels.own(ids_M)
-    weights_MD = kernels.gather_weights(ids_M, view)
-    borrowed, borrowed_view = kernels.borrow(rows_U[:9], weights_MD, owned)
-    grads = kernels.gradients(batch, borrowed_view, borrowed, update.lr)
-    kernels.write_headers(grads, state.fault, send_N)
-    received = torch.zeros(9, DIM), torch.zeros(9, dtype=torch.int32)
-    kernels.collect(requests, received, owned, state.fault)
-    kernels.optimizer_step(update, view, owned, state)
+    kernels, update, view, state = make_step(ranks=2, occurrence_cap=5)
+    kernels.list_rows(random_batch())
+    ids_M, grad_MD, pairs_M = torch.arange(9), torch.zeros(9, DIM), torch.zeros(9).int()
+    rows = kernels.sum_by_row(ids_M, [4, 5], grad_MD, pairs_M)
+    loss, pairs = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    kernels.optimizer_step(update, view, Grads(rows, loss, pairs), state)
 
 
 def read_peers(pages):
@@ -209,7 +190,7 @@ def read_peers(pages):
     peer = kernels.shared(view)
     addresses = [0 if part is None else part.data_ptr() for part in peer]
     kernels.join(1, [addresses, addresses], view)
-    (slot,) = kernels.list_rows([random_batch()])
+    (slot,) = kernels.list_page([random_batch()])
     kernels.mark_owned(torch.zeros(ROWS // 2, dtype=torch.bool))
     grads = kernels.gradients(random_batch(), view, kernels.borrow(slot), update.lr)
     kernels.optimizer_step(update, view, kernels.find_gradients(grads, state.fault), state)
@@ -358,10 +339,10 @@ def test_missing_and_doubled_arguments_are_refused(mark_rows):
 
 def test_structs_are_named_tuples_with_the_fields_in_order(launches):
     names = ["index_A", "rows_U", "grad_UD", "pairs_U", "row_count"]
-    kernel = launch.kernel("shard.cu", "own", RANKS=1, HEADER_ROWS=1, ELEMENT=0, WIDE=4)
+    kernel = launch.kernel("unique.cu", "unique_rows", WINDOW=1, TARGETS=1, PATHS=0)
     other = NamedTuple("Other", [(name, object) for name in reversed(names)])
     for wrong in (other(*[None] * 5), (None,) * 5, None):
-        with pytest.raises(TypeError, match="own of shard.cu: a struct has the fields"):
+        with pytest.raises(TypeError, match="unique_rows of unique.cu: a struct has the fields"):
             kernel.bind(rows=wrong)
     assert kernel.bind(rows=RowGrads(*[None] * 5))
 

@@ -171,10 +171,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
         tables = list(self._tables.values())
-        batches: Iterator[LookedUpBatch]
-        batches = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
+        drawn = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
+        batches: Iterator[LookedUpBatch] = drawn
         if self._ranks.size > 1:
-            batches = shard.sent_ahead(tables, batches)
+            batches = shard.sent_ahead(lambda: shard.request(tables, lambda: next(drawn)))
         together = max(1, ahead // 2)  # batches of a page of the cache
         try:
             for number, window in enumerate(_windows(batches, ahead)):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ from w2v.rows.ops import Bags, gather_bags
 from w2v.rows.paged_table import PagedTable
 from w2v.system.files import one_line
 
-ENDED, FAILED = 1, 2  # status of a rank that has no batch; 0 with one
+ENDED, FAILED = 1, 2  # status of a rank that has no page; 0 with one
+Page = TypeVar("Page")
 
 
 def ranks_of(process_group: Any) -> Ranks:
@@ -144,57 +145,74 @@ class RoutedLookUp(LookUp):
             pending = {index: self.tables[index].grad() for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
         sum_LD = grad_MD.new_zeros(len(found.wait()), grad_MD.shape[1])
-        # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.
-        places_of_ranks = found.places_N.split(self.received)
-        for places_m, grad_mD in zip(places_of_ranks, grad_MD.split(self.received), strict=True):
-            sum_LD.index_add_(0, places_m, grad_mD)
+        sum_by_row(grad_MD, found.places_N, self.received, sum_LD)
         sum_LD.div_(ranks)
         return [sum_LD[found.begins[index] : found.begins[index + 1]] for index in indices]
 
 
-class LookedUpBatch(NamedTuple):
-    """A batch of a loader, with its rows in each table."""
+class ByOwner(Protocol):
+    """Unique rows of some ids, sorted by the ranks that own them."""
 
-    batch: Any
-    rows: list[RowsOfIds]
+    def sent(self) -> Sequence[int]:
+        """Wait for the rows; return how many of them each rank owns."""
+
+    def wait(self) -> Tensor:
+        """Return the rows, each by its number at its owner: int64 [U]."""
+
+    def receive(self, rows_M: Tensor, received: list[int]) -> None:
+        """Take the rows that ranks request of this one, rank after rank."""
 
 
-class Requests:
-    """Send the ids of a batch to the owners of the rows."""
+class Requests(Generic[Page]):
+    """Send the ids of a page to the owners of the rows.
+
+    Args:
+        ranks: All make the same calls.
+        device: Of the rows.
+        lists: The most lists of rows that a page has, equal on all ranks.
+        draw: Returns a page and its lists. What it raises is raised by all ranks; StopIteration
+            ends the pages of all.
+        group: As in `Ranks.all_to_all`.
+    """
+
+    page: Page
 
     def __init__(
         self,
-        tables: Sequence[PagedTable],  # on ranks of one process group
-        look_up: Callable[[], LookedUpBatch],  # what it raises is raised by all ranks
+        ranks: Ranks,
+        device: torch.device,
+        lists: int,
+        draw: Callable[[], tuple[Page, Sequence[ByOwner]]],
+        group: str = "main",
     ):
-        self._ranks, self._device = tables[0].ranks, tables[0].device
-        self._groups = len({table.store.group for table in tables})
+        self._ranks, self._device, self._group = ranks, device, group
+        self._columns = 1 + lists  # status and numbers of rows
         self._error: Exception | None = None
         self._readback: Readback | None = None
         try:
-            self.found = look_up()
+            self.page, self._lists = draw()
         except Exception as error:  # other ranks would wait for this one
             self._error = error
 
     def send_counts(self) -> None:
         """Send each rank the number of its rows that will be requested."""
         one_each = [1] * self._ranks.size
-        self._receive_counts(self._ranks.all_to_all(self._counts_to_send(), one_each, one_each))
+        counts_NC = self._counts_to_send()
+        self._receive_counts(self._ranks.all_to_all(counts_NC, one_each, one_each, self._group))
 
     def _counts_to_send(self) -> Tensor:
         """Return a status and numbers of rows for each rank: [N, C]."""
-        sent_NC = [[0] * (1 + self._groups) for _ in range(self._ranks.size)]
+        sent_NC = [[0] * self._columns for _ in range(self._ranks.size)]
         try:
             if self._error is None:
-                look_ups = dict.fromkeys(rows.look_up for rows in self.found.rows)
-                self._look_ups = [each for each in look_ups if isinstance(each, RoutedLookUp)]
-                counts = zip(*(look_up.sent() for look_up in self._look_ups), strict=True)
-                sent_NC = [[0, *of_rank] for of_rank in counts]
+                for column, rows in enumerate(self._lists, start=1):
+                    for of_rank, count in zip(sent_NC, rows.sent(), strict=True):
+                        of_rank[column] = count
         except IndexError as error:
             self._error = error
         if self._error:
             status = ENDED if isinstance(self._error, StopIteration) else FAILED
-            sent_NC = [[status] * len(of_rank) for of_rank in sent_NC]
+            sent_NC = [[status] * self._columns for _ in sent_NC]
         counts_NC = torch.tensor(sent_NC, device="cpu")
         if self._device.type == "cuda":
             self._readback = Readback(counts_NC.numel())
@@ -209,9 +227,9 @@ class Requests:
             self._readback.launched()
 
     def send_ids(self, following: Requests | None = None) -> bool:
-        """Send the ids; return False if a rank has no batch any more.
+        """Send the ids; return False if a rank has no page any more.
 
-        The counts of the batch after it are sent with them.
+        The counts of the page after it are sent with them.
 
         Raises:
             Exception: The error of this rank, or a copy of another rank's.
@@ -229,19 +247,65 @@ class Requests:
             raise copied(f"{message} (rank {failed})")
         if ENDED in status_N:
             return False
-        rows = [look_up.wait() for look_up in self._look_ups]
-        counts = [look_up.sent() for look_up in self._look_ups], received.copy()
+        del received[len(self._lists) :]
+        rows = [each.wait() for each in self._lists]
+        counts = [list(each.sent()) for each in self._lists], received.copy()
         if following:  # one more tensor, with a row for each rank
             rows.append(following._counts_to_send())
             for numbers in counts:
                 numbers.append([1] * self._ranks.size)
-        requested = self._ranks.all_to_all_tensors(rows, *counts)
+        requested = self._ranks.all_to_all_tensors(rows, *counts, group=self._group)
         if following:
             following._receive_counts(requested.pop())
-        for look_up, rows_M, of_ranks in zip(self._look_ups, requested, received, strict=True):
-            look_up.receive(rows_M, of_ranks)
-            look_up.batch = self._look_ups
+        for each, rows_M, of_ranks in zip(self._lists, requested, received, strict=True):
+            each.receive(rows_M, of_ranks)
         return True
+
+
+def sent_ahead(draw: Callable[[], Requests[Page]]) -> Iterator[Page]:
+    """Yield pages whose ids the owners have, until a rank has no more.
+
+    While a page is used, the counts of the next are under way.
+    """
+    under_way: deque[Requests[Page]] = deque()
+    while True:
+        under_way.append(draw())
+        if len(under_way) == 2:  # the first pages
+            under_way[0].send_counts()
+        elif len(under_way) == 3:
+            requests = under_way.popleft()
+            if not requests.send_ids(following=under_way[0]):
+                return
+            yield requests.page
+
+
+def sum_by_row(grad_MX: Tensor, places_M: Tensor, received: list[int], sum_LX: Tensor) -> None:
+    """Add what ranks have sent, in the order of the ranks."""
+    parts = zip(places_M.split(received), grad_MX.split(received), strict=True)
+    for places_m, grad_mX in parts:  # of one rank they differ: the order is fixed on a GPU too
+        sum_LX.index_add_(0, places_m, grad_mX)
+
+
+class LookedUpBatch(NamedTuple):
+    """A batch of a loader, with its rows in each table."""
+
+    batch: Any
+    rows: list[RowsOfIds]
+
+
+def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> Requests:
+    """Return the requests of a batch, whose ids `draw` looks up."""
+
+    def look_up() -> tuple[LookedUpBatch, list[RoutedLookUp]]:
+        found = draw()
+        look_ups = dict.fromkeys(rows.look_up for rows in found.rows)
+        routed = [each for each in look_ups if isinstance(each, RoutedLookUp)]
+        for each in routed:
+            each.batch = routed
+        return found, routed
+
+    groups = len({table.store.group for table in tables})
+    return Requests(tables[0].ranks, tables[0].device, groups, look_up)
 
 
 def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowsOfIds]:
@@ -259,26 +323,10 @@ def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[Row
 
 def look_up_alone(table: PagedTable, ids: Ids) -> RowsOfIds:
     """Look up ids that were not sent ahead."""
-    requests = Requests([table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])))
+    requests = request([table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])))
     requests.send_counts()
     requests.send_ids()
-    return requests.found.rows[0]
-
-
-def sent_ahead(
-    tables: Sequence[PagedTable], batches: Iterator[LookedUpBatch]
-) -> Iterator[LookedUpBatch]:
-    """Yield batches with their look-ups until a rank has no more."""
-    under_way: deque[Requests] = deque()
-    while True:
-        under_way.append(Requests(tables, lambda: next(batches)))
-        if len(under_way) == 2:  # the first batches
-            under_way[0].send_counts()
-        elif len(under_way) == 3:
-            requests = under_way.popleft()
-            if not requests.send_ids(following=under_way[0]):
-                return
-            yield requests.found
+    return requests.page.rows[0]
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from w2v.training.trainer import TrainingLoop
 from w2v.word2vec import heldout
 from w2v.word2vec.batch import Batch, StepState, Tree, chunk_words, max_rows
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
-from w2v.word2vec.cuda_shard import CudaPeerKernels, CudaShardKernels
+from w2v.word2vec.cuda_shard import CudaPeerKernels
 from w2v.word2vec.exchange import Exchange, LocalExchange, RankExchange
 from w2v.word2vec.heldout import HeldOut
 from w2v.word2vec.kernels import Kernels
@@ -64,7 +64,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
             pages += f", lookahead window of {words:,} words"
         log.info(pages)
     table = make_table(plan, draws_vectors)
-    kernels: Any  # `ShardKernels` or peers' where the exchange needs it
+    kernels: Any  # those of peers where the exchange needs them
     if peers := find_peers(plan):
         kernels = make_peer_kernels(plan, text.tree, paging.steps)
     else:
@@ -77,7 +77,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     if peers:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
     elif plan.ranks.size > 1:
-        exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape, planning)
+        exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape)
     step = TrainingStep(table, kernels, engine, exchange, plan.optimizer, state, planning)
     return_freed_memory()
     if not plan.on_gpu and (plan.ranks.size > 1 or not plan.has_own_step):
@@ -190,8 +190,6 @@ def make_peer_kernels(plan: Plan, tree: Tree | None, steps: int) -> CudaPeerKern
 def make_kernels(plan: Plan) -> Kernels:
     """Return the kernels of the plan."""
     if plan.kernels == "cuda":
-        if plan.ranks.size > 1:
-            return CudaShardKernels(plan.shape)
         if plan.optimizer.formula:
             return CudaKernels(plan.shape)
         return TorchStepKernels(plan.shape)
@@ -199,9 +197,7 @@ def make_kernels(plan: Plan) -> Kernels:
         return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
     from w2v.word2vec import cpu  # numba takes half a second
 
-    if plan.ranks.size > 1:
-        return cpu.CpuShardKernels(plan.shape, plan.threads)
-    if plan.kernels == "cpu":
+    if plan.kernels == "cpu" or plan.ranks.size > 1:
         return cpu.CpuKernels(plan.shape, plan.threads)
     # Threads overtake each other in sequential SGD, so that only one is deterministic.
     threads = 1 if plan.config.train.deterministic else plan.threads

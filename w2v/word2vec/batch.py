@@ -28,7 +28,7 @@ Draw = Callable[
 ]
 Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray, int, int], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
-HEADER_WORDS = 6  # 4-byte words of a header between ranks: loss, pairs and fault
+SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
 CHUNK_BATCHES = 32  # a chunk of text has about as many raw words as this many batches have centers
 FEWER_BATCHES = 8  # at least this many, where batches are larger than LARGE_BATCH
 LARGE_BATCH = 1 << 16
@@ -201,7 +201,7 @@ class RowGrads(NamedTuple):
     Buffers may be longer than the number of unique rows, `row_count`; without it they are not.
     """
 
-    index_A: Tensor  # int32, where each touched row is among the unique ones
+    index_A: Tensor | None  # int32, where each touched row is among the unique ones
     rows_U: Tensor | None  # int32, the row of each index; None: rows borrowed from other ranks
     grad_UD: Tensor
     pairs_U: Tensor | None  # int32, how many pairs each gradient sums, where they are counted
@@ -228,20 +228,6 @@ class Grads(NamedTuple):
     expanded: Pairs | None = None  # the batch, where kernels have written it out
 
 
-class Counts(NamedTuple):
-    """Numbers of a batch's ids for and from each rank: int32 [N]."""
-
-    send_N: Tensor
-    recv_N: Tensor  # known once the ids of the page before have arrived
-
-
-class IdsByRank(NamedTuple):
-    """Ids of requested rows, those of rank 0 first."""
-
-    ids_M: Tensor  # int32
-    count_N: Tensor  # int32, how many of them each rank has
-
-
 class StepShape(NamedTuple):
     """What kernels are made for, on every rank."""
 
@@ -261,11 +247,6 @@ class StepShape(NamedTuple):
     def shard_rows(self) -> int:
         """Rows of the rank that owns the most."""
         return 2 * -(-self.vectors // self.world_size)
-
-    @property
-    def header_rows(self) -> int:
-        """Rows of gradients that a header takes."""
-        return -(-HEADER_WORDS // self.dim)
 
 
 class StepState:

@@ -25,22 +25,21 @@ from w2v.word2vec.batch import (
     Batch,
     BatchSeed,
     Grads,
-    IdsByRank,
-    Objective,
     Pool,
     RowGrads,
     RowOptimizer,
     StepShape,
     StepState,
     Table,
-    Tree,
     Update,
     max_batch_rows,
 )
 from w2v.word2vec.cpu_loops import padded
+from w2v.word2vec.kernels import Kernels
 from w2v.word2vec.reference import ReferenceKernels
 
 NOTHING = torch.zeros(())  # loss and pairs before there are any
+NO_PLACE = np.zeros(0, np.int32)  # of rows that are not borrowed
 NO_PATH = tuple(np.zeros(0, kind) for kind in (np.int64, np.int32, np.uint8))  # without a tree
 
 
@@ -100,7 +99,7 @@ class ThreadGrads:
         return self.grad_NP, pairs_N, *self.of_all[-3:]
 
     def merge(self, threads: Threads) -> tuple[Tensor, Tensor, Tensor]:
-        """Return unique rows, their gradients summed over all threads, and pairs."""
+        """Return sorted rows, their gradients summed over all threads, and pairs."""
         grads = self.gradients(count_pairs=True)
 
         def sum_rows(owner: int) -> np.ndarray:
@@ -108,13 +107,14 @@ class ThreadGrads:
             return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_A, *summed_2U)]
 
         found_2U = np.concatenate(threads.run(sum_rows), axis=1)
+        found_2U = found_2U[:, found_2U[0].argsort()]
         rows_U, places_U = torch.from_numpy(found_2U).long()
         grad_NP, pairs_N = map(torch.from_numpy, grads[:2])
         grad_UD = grad_NP.index_select(0, places_U)[:, : self.dim]
         return rows_U, grad_UD, pairs_N.index_select(0, places_U)
 
 
-class CpuKernels:
+class CpuKernels(Kernels):
     """The operations of `w2v.word2vec.kernels.Kernels` by numba.
 
     Until rows are stepped, `Grads` have `ThreadGrads` in place of `RowGrads`.
@@ -128,6 +128,7 @@ class CpuKernels:
         self.shape = shape
         self.threads = Threads(threads)
         self._rows: Any = None  # `ThreadGrads`
+        self._owned: Any = None  # of the rows that other ranks have sent gradients of
         self._buffers: dict[tuple, list] = {}  # of each thread, by shape
         self._cdf_V = torch.empty(0)  # the distribution that `_starts` are of
         self._starts = np.empty(0, np.int32)
@@ -192,8 +193,14 @@ class CpuKernels:
         words_n = torch.from_numpy(kept)
         return reference.interleave(words_n, torch.from_numpy(sentences), block_words, batch_size)
 
-    def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        ReferenceKernels(self.shape).mark(batch, marks_A)
+    def list_rows(self, batch: Batch) -> Tensor:
+        is_listed_A = np.zeros(self.shape.rows, np.bool_)
+        tree = batch.objective.tree
+        text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
+        drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
+        path = tuple(part.numpy() for part in tree[:2]) if tree else NO_PATH[:2]
+        cpu_loops.list_rows(*text, *drawn, *path, is_listed_A)
+        return torch.from_numpy(np.flatnonzero(is_listed_A))
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""
@@ -216,11 +223,14 @@ class CpuKernels:
         nodes = tree.depth if tree else 0
         centers, targets = drawn[0].shape[0], 1 + drawn[1].shape[1] + nodes
         most = AT_ONCE if tree else min(targets, AT_ONCE)
-        kernel = cpu_loops.compile_gradients(most, in_place, cbow)
+        place_A, is_borrowed = NO_PLACE, view.slot_of_A is not None
+        if view.slot_of_A is not None:
+            place_A, grads = view.slot_of_A.numpy(), self.unique_rows(batch)
+        kernel = cpu_loops.compile_gradients(most, in_place, cbow, is_borrowed)
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
         weight_d = batch.objective.weights(batch.window) * (lr if in_place else 1)
         factors = mean, weight_d.astype(np.float32), self.input_factors
-        arrays = *text, *drawn, batch.window, *path, records_AR, dim, *factors
+        arrays = *text, *drawn, batch.window, *path, records_AR, place_A, dim, *factors
         shape = dim, batch.window, targets, cbow
         if shape not in self._buffers:
             self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
@@ -237,7 +247,29 @@ class CpuKernels:
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.
         loss, count = (torch.from_numpy(np.array(sum(parts))) for parts in (losses, pairs))
-        return Grads(grads.rows, loss, count)
+        rows = grads.rows
+        if is_borrowed:
+            _, grad_UD, pairs_U = rows.merge(self.threads)
+            counted_U = pairs_U if self.shape.count_pairs else None
+            rows = RowGrads(view.slot_of_A, None, grad_UD, counted_U, None)
+        return Grads(rows, loss, count)
+
+    def sum_by_row(
+        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
+    ) -> Any:
+        shape, threads = self.shape, self.threads.count
+        most = min(-(-len(ids_M) // threads), shape.shard_rows)
+        if not (self._owned and self._owned.has_room(most)):
+            self._owned = ThreadGrads(shape.shard_rows, most, shape.dim, threads)
+        pairs = np.empty(0, np.int32) if pairs_M is None else pairs_M.numpy()
+        arrays = threads, ids_M.numpy(), grad_MD.numpy(), pairs
+
+        def add(thread: int) -> None:
+            part = share(thread, threads, len(ids_M))
+            cpu_loops.add_received(*part, *arrays, self._owned.of_thread[thread])
+
+        self.threads.run(add)
+        return self._owned
 
     def optimizer_step(self, update: Update, view: View, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))
@@ -254,115 +286,6 @@ class CpuKernels:
         faults = self.threads.run(lambda thread: cpu_loops.step_rows(thread, *arguments))
         for number in range(2):
             note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
-
-
-class CpuShardKernels(CpuKernels, ReferenceKernels):
-    """The operations of `w2v.kernels.ShardKernels` by numba.
-
-    Borrowed rows are those of L local words, on which the loop of one process runs. The gradients
-    that ranks send of this one's rows are summed as those of threads are.
-    """
-
-    def __init__(self, shape: StepShape, threads: int):
-        ReferenceKernels.__init__(self, shape)
-        CpuKernels.__init__(self, shape, threads)
-        self._is_listed_A = np.zeros(shape.rows, np.bool_)
-        self._local_V = np.full(shape.vectors, -1, np.int32)  # each word's number in a batch
-        self._indices_L = np.empty(0, np.int32)  # of the rows of local words, in the list of rows
-        self._weights_LP = torch.empty(0, padded(shape.dim))
-        self._owned: Any = None  # `ThreadGrads` of the shard
-
-    def _by_owner(self, batch: Batch, send_N: Tensor) -> tuple[Tensor, Tensor]:
-        shape, tree = self.shape, batch.objective.tree
-        most = max_batch_rows(batch, shape.vectors) + shape.world_size * shape.header_rows
-        rows_U, ids_U = torch.empty(most, dtype=torch.int64), torch.empty(most, dtype=torch.int32)
-        text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
-        drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
-        path = tuple(part.numpy() for part in tree[:2]) if tree else NO_PATH[:2]
-        memory = self._is_listed_A, send_N.numpy(), np.empty(most, np.int64)
-        listed = rows_U.numpy(), ids_U.numpy()
-        cpu_loops.list_requests(text, drawn, path, shape.header_rows, *memory, *listed)
-        return rows_U, ids_U
-
-    def own(self, ids_M: Tensor) -> Any:
-        """Return room for the gradients that `collect` adds."""
-        shape, threads = self.shape, self.threads.count
-        most = min(-(-len(ids_M) // threads), shape.shard_rows)
-        if not (self._owned and self._owned.has_room(most)):
-            self._owned = ThreadGrads(shape.shard_rows, most, shape.dim, threads)
-        loss, pairs = torch.zeros(2, dtype=torch.float64)
-        return Grads(self._owned, loss, pairs.long())
-
-    def gather_weights(self, ids_M: Tensor, view: View) -> Tensor:
-        weights_MD = torch.empty(len(ids_M), self.shape.dim)
-        arrays = ids_M.numpy(), view.records_SR.numpy(), weights_MD.numpy()
-        self._on_shares(len(ids_M), lambda _, *part: cpu_loops.gather_weights(*part, *arrays))
-        return weights_MD
-
-    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, View]:
-        if len(self._weights_LP) < 2 * len(rows_U):
-            self._weights_LP = torch.empty(2 * len(rows_U), padded(self.shape.dim))
-            self._indices_L = np.empty(2 * len(rows_U), np.int32)
-        arrays = self._local_V, self._indices_L, self._weights_LP.numpy()
-        cpu_loops.number_words(rows_U.numpy(), weights_UD.numpy(), *arrays)
-        pairs_U = None
-        if self.shape.count_pairs:
-            pairs_U = torch.empty(len(rows_U), dtype=torch.int32)
-        rows = RowGrads(rows_U, None, torch.empty_like(weights_UD), pairs_U, None)
-        return Grads(rows, owned.loss, owned.pairs), View(self._weights_LP, None)
-
-    def gradients(self, batch: Batch, view: View, grads: Any, lr: float) -> Any:
-        local_V, rows_U = self._local_V, grads.rows.index_A
-        centers = batch.windows_B.shape[0]
-        text = slice(max(batch.first - batch.window, 0), batch.first + centers + batch.window)
-        local = batch._replace(
-            words_n=torch.from_numpy(local_V[batch.words_n[text].numpy()]),
-            sentences_n=batch.sentences_n[text],
-            first=batch.first - text.start,
-            negatives_BK=torch.from_numpy(local_V[batch.negatives_BK.numpy()]),
-            objective=self._local_objective(batch.objective, rows_U),
-        )
-        found = super().gradients(local, view, self.unique_rows(batch), lr)
-        local_V[rows_U.numpy() // 2] = -1
-        grad_UD, pairs_U = grads.rows[2:4]
-        pairs = np.empty(0, np.int32) if pairs_U is None else pairs_U.numpy()
-        sums, lists = found.rows, (self._indices_L, grad_UD.numpy(), pairs)
-        arrays = sums.gradients(count_pairs=True), sums.first_A, sums.summed_nU, *lists
-        self.threads.run(lambda owner: cpu_loops.copy_sums(owner, *arrays))
-        return grads._replace(loss=found.loss, pairs=found.pairs)
-
-    def _local_objective(self, objective: Objective, rows_U: Tensor) -> Objective:
-        """Return the objective with the paths of local words, in local nodes."""
-        if objective.tree is None:
-            return objective
-        begin_V, nodes_P, codes_P = (part.numpy() for part in objective.tree[:3])
-        words_L = np.unique(rows_U.numpy()[rows_U.numpy() >= 0] // 2)
-        words_L = words_L[np.argsort(self._local_V[words_L])]
-        words_L = words_L.clip(max=len(begin_V) - 2)  # others are nodes, and have no path
-        lengths_L = begin_V[words_L + 1] - begin_V[words_L]
-        begin_L = np.concatenate([[0], lengths_L.cumsum()])
-        at_P = np.repeat(begin_V[words_L] - begin_L[:-1], lengths_L) + np.arange(begin_L[-1])
-        arrays = begin_L, self._local_V[nodes_P[at_P]], codes_P[at_P]
-        begin, nodes, codes = map(torch.from_numpy, arrays)
-        return objective._replace(tree=Tree(begin, nodes, codes, objective.tree.depth))
-
-    def collect(
-        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Any, fault: Tensor
-    ) -> None:
-        grad_MD, pairs_M = grads
-        pairs = np.empty(0, np.int32) if pairs_M is None else pairs_M.numpy()
-        arrays = self.threads.count, received.ids_M.numpy(), grad_MD.numpy(), pairs
-
-        def add(thread: int, begin: int, end: int) -> None:
-            cpu_loops.add_received(begin, end, *arrays, owned.rows.of_thread[thread])
-
-        self._on_shares(len(grad_MD), add)
-        self._join_headers(received, grad_MD, owned, fault)
-
-    def _on_shares(self, count: int, function: Callable[[int, int, int], None]) -> None:
-        """Call a function with each thread's number and its share of `count`."""
-        threads = self.threads.count
-        self.threads.run(lambda thread: function(thread, *share(thread, threads, count)))
 
 
 class SequentialSgdKernels(CpuKernels):

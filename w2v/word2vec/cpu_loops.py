@@ -131,6 +131,7 @@ class BatchArrays(NamedTuple):
     nodes_P: np.ndarray
     codes_P: np.ndarray
     records_AR: np.ndarray
+    place_A: np.ndarray  # int32, where rows borrowed from other ranks are in these
     dim: int
     mean: bool  # whether CBOW predicts by the mean of the context words' vectors, or by their sum
     weight_d: np.ndarray  # a factor by the distance of the context word; in place, lr is in it
@@ -182,8 +183,14 @@ def make_buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple[np.nd
 
 
 @inlined
-def _list_targets(center, batch, memory):
-    """List the rows of a center's targets, their labels and their counts.
+def _place(row, borrowed, batch):
+    """Return where a row is in the records."""
+    return np.int64(batch.place_A[row]) if borrowed else np.int64(row)
+
+
+@inlined
+def _list_targets(center, borrowed, batch, memory):
+    """List the places of a center's targets, their labels and their counts.
 
     A negative that is drawn twice counts twice; one that is the center does not count. Returns how
     many targets there are, which all differ, and how many count.
@@ -192,10 +199,10 @@ def _list_targets(center, batch, memory):
     word = batch.words_n[batch.first + center]
     targets = counted = 0
     if batch.negatives_BK.shape[1]:
-        ids_T[0], labels_T[0], times_T[0] = 2 * word + 1, one, one
+        ids_T[0], labels_T[0], times_T[0] = _place(2 * word + 1, borrowed, batch), one, one
         targets = counted = 1
         for k in range(batch.negatives_BK.shape[1]):
-            row = 2 * batch.negatives_BK[center, k] + 1
+            row = _place(2 * batch.negatives_BK[center, k] + 1, borrowed, batch)
             t = 0
             while t < targets and ids_T[t] != row:
                 t += 1
@@ -207,7 +214,8 @@ def _list_targets(center, batch, memory):
             counted += t > 0
     if len(batch.begin_V):
         for p in range(batch.begin_V[word], batch.begin_V[word + 1]):
-            ids_T[targets], times_T[targets] = 2 * batch.nodes_P[p] + 1, one
+            ids_T[targets] = _place(2 * batch.nodes_P[p] + 1, borrowed, batch)
+            times_T[targets] = one
             labels_T[targets] = one - np.float32(batch.codes_P[p])
             targets += 1
             counted += 1
@@ -255,14 +263,15 @@ def _errors(loss, product, contexts, targets, before, batch, memory):
 
 
 @functools.cache
-def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
+def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
     """Compile the loop of a thread over its centers, as in reference.py.
 
     CBOW is skip-gram with one context row, the mean or the sum of the context words, whose gradient
     each of them gets. `most` targets are taken at a time: their rows stay in registers. To compile
     the dimensions in gains 3 to 9 %, and takes 3 s for each vector size.
 
-    With `in_place`, each center's gradients are subtracted from the rows at once. Otherwise they
+    With `borrowed`, rows are those of other ranks, which are found by `BatchArrays.place_A`. With
+    `in_place`, each center's gradients are subtracted from the rows at once. Otherwise they
     are added to those of the thread's unique rows. Gradients of context words are then first summed
     in a ring, until the windows have passed the word: a word is in many windows, one after another.
 
@@ -286,7 +295,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             word = batch.words_n[batch.first + center]
             if t > 0:
                 word = negatives_K[t - 1]
-            row = 2 * word + 1
+            row = _place(2 * word + 1, borrowed, batch)
             _prefetch_row(batch.records_AR, row, batch.dim, subtracts)
             if not in_place and unique.index_A[row] >= 0:
                 _prefetch_row(unique.grad_UP, unique.index_A[row], batch.dim, 1)
@@ -297,9 +306,10 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         if len(batch.begin_V):
             word = batch.words_n[at]
             for p in range(batch.begin_V[word], batch.begin_V[word + 1]):
-                _prefetch_row(batch.records_AR, 2 * batch.nodes_P[p] + 1, batch.dim, subtracts)
+                row = _place(2 * batch.nodes_P[p] + 1, borrowed, batch)
+                _prefetch_row(batch.records_AR, row, batch.dim, subtracts)
         if at + batch.window < len(batch.words_n):
-            row = 2 * batch.words_n[at + batch.window]
+            row = _place(2 * batch.words_n[at + batch.window], borrowed, batch)
             _prefetch_row(batch.records_AR, row, batch.dim, subtracts)
 
     @inlined
@@ -310,7 +320,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         for c in range(left, right):
             if c == at:
                 continue
-            row = 2 * batch.words_n[c]
+            row = _place(2 * batch.words_n[c], borrowed, batch)
             if cbow:
                 scale = share if batch.mean else one
                 simd.blend(one, memory.context_CP, 0, scale, batch.records_AR, row, batch.dim)
@@ -344,7 +354,8 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         place = c % len(memory.ring_pairs_C)
         if memory.ring_pairs_C[place] >= 0:
             pairs = memory.ring_pairs_C[place]
-            _add(2 * batch.words_n[c], memory.ring_CP, place, pairs, unique)
+            row = _place(2 * batch.words_n[c], borrowed, batch)
+            _add(row, memory.ring_CP, place, pairs, unique)
             memory.ring_pairs_C[place] = -1
 
     @inlined
@@ -401,7 +412,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             share = one / np.float32(right - left - 1)
 
             # List the targets, load the contexts, and compute the logits of all pairs.
-            targets, counted = _list_targets(center, batch, memory)
+            targets, counted = _list_targets(center, borrowed, batch, memory)
             load_contexts(left, at, right, share, batch, memory)
             simd.dots(context_CP, contexts, records_AR, ids_T, targets, most, dim, memory.logits_N)
             fetch_targets(1, later, batch, unique)
@@ -596,27 +607,9 @@ def step_rows(owner, formula, states, records_AR, step_column, constants, grads,
     return faults
 
 
-@inlined
-def _request(row, is_listed_A, send_N, found_U, count):
-    """List a row for its owner, unless it is listed; return how many are."""
-    if not is_listed_A[row]:
-        is_listed_A[row] = True
-        send_N[row // 2 % len(send_N)] += 1
-        found_U[count] = row
-        count += 1
-    return count
-
-
 @compiled
-def list_requests(text, drawn, path, headers, is_listed_A, send_N, found_U, rows_U, ids_U):
-    """List a batch's rows by owner, as `ShardKernels.list_requests` does.
-
-    is_listed_A: False for each row, and again at the end. found_U is scratch memory.
-    """
-    words_n, sentences_n, first = text
-    windows_B, negatives_BK = drawn
-    begin_V, nodes_P = path
-    size, count = len(send_N), 0
+def list_rows(words_n, sentences_n, first, windows_B, negatives_BK, begin_V, nodes_P, is_listed_A):
+    """List a batch's unique rows: those that become True in `is_listed_A`."""
     for center in range(len(windows_B)):
         at = first + center
         left, right = _window(sentences_n, at, windows_B[center])
@@ -624,77 +617,14 @@ def list_requests(text, drawn, path, headers, is_listed_A, send_N, found_U, rows
             continue
         for c in range(left, right):
             if c != at:
-                count = _request(2 * words_n[c], is_listed_A, send_N, found_U, count)
+                is_listed_A[2 * words_n[c]] = True
         if negatives_BK.shape[1]:
-            count = _request(2 * words_n[at] + 1, is_listed_A, send_N, found_U, count)
+            is_listed_A[2 * words_n[at] + 1] = True
         for k in range(negatives_BK.shape[1]):
-            row = 2 * negatives_BK[center, k] + 1
-            count = _request(row, is_listed_A, send_N, found_U, count)
+            is_listed_A[2 * negatives_BK[center, k] + 1] = True
         if len(begin_V):
             for p in range(begin_V[words_n[at]], begin_V[words_n[at] + 1]):
-                count = _request(2 * nodes_P[p] + 1, is_listed_A, send_N, found_U, count)
-
-    # Each owner's part begins with a header. Meanwhile `send_N` says where its next row goes.
-    place = 0
-    for owner in range(size):
-        rows_U[place : place + headers] = -1
-        ids_U[place : place + headers] = -1
-        begin = place + headers
-        place = begin + send_N[owner]
-        send_N[owner] = begin
-    for u in range(count):
-        row = found_U[u]
-        owner = row // 2 % size
-        rows_U[send_N[owner]] = row
-        ids_U[send_N[owner]] = row // 2 // size * 2 + row % 2
-        send_N[owner] += 1
-        is_listed_A[row] = False
-    for owner in range(size - 1, 0, -1):
-        send_N[owner] -= send_N[owner - 1]
-
-
-@compiled
-def gather_weights(begin, end, ids_M, records_AR, weights_MD):
-    """Copy the weights of requested rows [begin, end)."""
-    for m in range(begin, end):
-        if ids_M[m] >= 0:
-            record_R, weight_D = records_AR[ids_M[m]], weights_MD[m]
-            for d in range(len(weight_D)):
-                weight_D[d] = record_R[d]
-
-
-@compiled
-def number_words(rows_U, weights_UD, local_V, indices_L, weights_LP):
-    """Number the words of borrowed rows, and copy their weights.
-
-    local_V: -1 before. indices_L: set to where each row of a local word is in rows_U.
-    """
-    words = 0
-    for u in range(len(rows_U)):
-        word = rows_U[u] // 2
-        if word < 0:
-            continue
-        if local_V[word] < 0:
-            local_V[word] = words
-            words += 1
-        row = 2 * local_V[word] + rows_U[u] % 2
-        indices_L[row] = u
-        simd.blend(0, weights_LP, row, one, weights_UD, u, weights_UD.shape[1])
-
-
-@compiled
-def copy_sums(owner, grads, first_A, summed_nU, indices_L, grad_UD, pairs_U):
-    """Copy an owner's summed gradients to the borrowed rows."""
-    rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
-    count = sum_threads(owner, grads, first_A, rows_U, sums_U)
-    grad_NP, pairs_N = grads[:2]
-    for u in range(count):
-        index, sums_D = indices_L[rows_U[u]], grad_NP[sums_U[u]]
-        grad_D = grad_UD[index]
-        for d in range(len(grad_D)):
-            grad_D[d] = sums_D[d]
-        if len(pairs_U):
-            pairs_U[index] = pairs_N[sums_U[u]]
+                is_listed_A[2 * nodes_P[p] + 1] = True
 
 
 @compiled
@@ -703,8 +633,7 @@ def add_received(begin, end, owners, ids_M, grad_MD, pairs_M, unique):
     unique = UniqueRows(*unique)
     unique.count_1[0] = 0
     for m in range(begin, end):
-        if ids_M[m] >= 0:
-            _add(ids_M[m], grad_MD, m, pairs_M[m] if len(pairs_M) else 0, unique)
+        _add(ids_M[m], grad_MD, m, pairs_M[m] if len(pairs_M) else 0, unique)
     sort_by_owner(unique, owners)
 
 

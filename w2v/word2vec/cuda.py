@@ -19,11 +19,13 @@ from torch import Tensor
 
 from w2v.rows import launch
 from w2v.rows.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel
-from w2v.rows.ops import View, no_places, step_kernel
+from w2v.rows.ops import Span, Spans, View, find_rows, no_places, numbers_of, step_kernel
+from w2v.rows.shard import sum_by_row
 from w2v.system.random import signed
 from w2v.word2vec import reference
 from w2v.word2vec.batch import (
     FAULT_BITS,
+    SUMS,
     Batch,
     BatchSeed,
     Grads,
@@ -38,7 +40,6 @@ from w2v.word2vec.batch import (
 from w2v.word2vec.kernels import Kernels
 
 launch.SOURCES.append(Path(__file__).parent / "cu")
-SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
 # Dimensions of CBOW: a row and a count in the 48 KiB of shared memory that a block has by itself.
 MOST_CBOW_DIM = 12_287
 DRAWN_AT_ONCE = 1 << 19  # centers
@@ -159,9 +160,25 @@ class CudaKernels(Kernels):
         self._borrowed = c_struct("gradients.cu", "Borrowed")(begin=0, me=0)
         self._places = no_places()
         self._rows: RowGrads | None = None
+        # The planning stream, which lists rows, must not share zeros with the steps.
+        self._listed: RowGrads | None = None
+        self._listed_counts = zeros_by_step(shape.device, (torch.int64, ()))
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
         self._bound: dict[Hashable, tuple[tuple, Kernel]] = {}
+
+    def list_rows(self, batch: Batch) -> Tensor:
+        shape = self.shape
+        most = max_batch_rows(batch, shape.vectors)
+        self._listed = with_room(self._listed, most, shape.rows, shape, dim=0)
+        (count,) = next(self._listed_counts)
+        index_A, listed_X = self._listed[:2]
+        assert index_A is not None and listed_X is not None
+        find_unique_rows(batch, self._listed._replace(row_count=count))
+        is_row_X = torch.arange(len(listed_X), device=shape.device) < count
+        rows_X = torch.where(is_row_X, listed_X, -1).long()
+        index_A.index_fill_(0, rows_X.clamp(min=0), -1)
+        return rows_X
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
         _list_kernel("mark", batch)(_blocks(batch), batch=batch_struct(batch), marks=marks_A)
@@ -239,6 +256,22 @@ class CudaKernels(Kernels):
             loss=grads.loss,
             this_step=state.step << FAULT_BITS,
         )
+
+    def sum_by_row(
+        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
+    ) -> RowGrads:
+        shape, device = self.shape, self.shape.device
+        if not len(ids_M):
+            return with_room(None, 1, 0, shape)
+        spans = Spans.of([Span(shape.shard_rows, None, (0,))], [], device)
+        numbers = torch.empty(numbers_of(1), dtype=torch.int64, pin_memory=True)
+        found = find_rows(ids_M, spans, len(ids_M), numbers, are_rows=True)
+        grad_UD = torch.zeros(grad_MD.shape, device=device)
+        sum_by_row(grad_MD, found.places_N, received, grad_UD)
+        pairs_U = torch.zeros(len(ids_M), dtype=torch.int32, device=device)
+        if pairs_M is not None:
+            sum_by_row(pairs_M, found.places_N, received, pairs_U)
+        return RowGrads(None, found.narrow_N, grad_UD, pairs_U, found.known[0])
 
     def _list_unique(self, batch: Batch, rows: RowGrads, slot: int = 0) -> None:
         """List the unique rows of a batch, in the buffers of a slot."""

@@ -1,173 +1,19 @@
-"""CUDA kernels for rows that belong to several ranks (cu/shard.cu).
-
-`CudaShardKernels` are for ranks that send rows to each other: `kernels.ShardKernels` describes each
-operation, and `reference.ReferenceKernels` specifies it. `CudaPeerKernels` are for ranks that read
-each other's memory.
-"""
+"""CUDA kernels of ranks that read each other's memory (cu/shard.cu)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from w2v.rows.launch import ELEMENTS, Kernel, blocks_for, c_struct, kernel
 from w2v.rows.ops import View
-from w2v.word2vec.batch import (
-    Batch,
-    Counts,
-    Grads,
-    IdsByRank,
-    RowGrads,
-    StepShape,
-    max_batch_rows,
-    zeros_by_step,
-)
-from w2v.word2vec.cuda import CudaKernels, find_unique_rows, with_room
-from w2v.word2vec.kernels import ShardKernels
-
-ROOM = 1 << 15  # rows by which buffers for requested rows grow
+from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, max_batch_rows
+from w2v.word2vec.cuda import CudaKernels, with_room
 
 
-class RankKernels(CudaKernels):
-    """CUDA kernels of a rank, which launches those of shard.cu as well."""
-
-    def _kernel(self, name: str) -> Kernel:
-        shape = self.shape
-        return kernel(
-            "shard.cu",
-            name,
-            RANKS=shape.world_size,
-            HEADER_ROWS=shape.header_rows,
-            ELEMENT=ELEMENTS[shape.dtype],
-            WIDE=1 if shape.dim % 4 else 4,
-        )
-
-
-class CudaShardKernels(RankKernels, ShardKernels):
-    """The operations of `w2v.word2vec.kernels.ShardKernels` by CUDA kernels."""
-
-    def __init__(self, shape: StepShape):
-        super().__init__(shape)
-        assert shape.shard_rows < 2**31, "ids of rows are int32"
-        self._listed: RowGrads | None = None
-        self._owned: RowGrads | None = None
-        # IdsByRank are listed on the planning stream, which must not share zeros with the steps.
-        self._listed_counts = zeros_by_step(shape.device, (torch.int64, ()))
-        # Where each row of the batch at hand is among the borrowed weights.
-        self._number_A = torch.empty(shape.rows, dtype=torch.int32, device=shape.device)
-
-    def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
-    ) -> tuple[Tensor, Tensor]:
-        shape = self.shape
-        # Room for numbers alone: these rows get no gradients.
-        most = max_batch_rows(batch, shape.vectors)
-        self._listed = with_room(self._listed, most, shape.rows, shape, dim=0)
-        (count,) = next(self._listed_counts)
-        rows = self._listed._replace(row_count=count)
-        find_unique_rows(batch, rows)
-        room = rows.grad_UD.shape[0] + shape.world_size * shape.header_rows
-        rows_U = torch.empty(room, dtype=torch.int64, device=shape.device)
-        ids_U = torch.empty(room, dtype=torch.int32, device=shape.device)
-        blocks = blocks_for(room)
-        self._kernel("count_owners")(blocks, rows=rows, sent=send_N)
-        self._kernel("group_by_owner")(
-            blocks,
-            rows=rows,
-            sent=send_N,
-            listed=scratch_N,
-            listed_rows=rows_U,
-            ids=ids_U,
-            before=before,
-        )
-        return rows_U, ids_U
-
-    def read_counts(self, received: IdsByRank, following: Counts, host_2N: Tensor) -> None:
-        self._kernel("read_counts")(1, received=received, following=following, both=host_2N)
-
-    def mark_requested(self, ids_M: Tensor, marks_A: Tensor) -> None:
-        blocks = blocks_for(ids_M.shape[0])
-        self._kernel("mark_requested")(blocks, requests=self._requests(ids_M), marks=marks_A)
-
-    def own(self, ids_M: Tensor) -> Grads:
-        shape, blocks = self.shape, blocks_for(ids_M.shape[0])
-        room = min(shape.shard_rows, -(-ids_M.shape[0] // ROOM) * ROOM)
-        self._owned = with_room(self._owned, room, shape.shard_rows, shape)
-        self._kernel("own")(blocks, requests=self._requests(ids_M), rows=self._owned)
-        return self._with_sums(self._owned)
-
-    def gather_weights(self, ids_M: Tensor, view: View) -> Tensor:
-        shape, count = self.shape, ids_M.shape[0]
-        weights_MD = torch.empty(count, shape.dim, dtype=shape.dtype, device=shape.device)
-        self._kernel("gather_weights")(
-            blocks_for(32 * count),
-            requests=self._requests(ids_M),
-            view=view,
-            row_width=view.records_SR.shape[1],
-            dim=shape.dim,
-            weights=weights_MD,
-        )
-        return weights_MD
-
-    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, View]:
-        shape, count = self.shape, rows_U.shape[0]
-        grad_UD = torch.empty(count, shape.dim, device=shape.device)
-        pairs_U = None
-        if shape.count_pairs:
-            pairs_U = torch.empty(count, dtype=torch.int32, device=shape.device)
-        self._kernel("index_borrowed")(
-            blocks_for(32 * count),
-            rows=rows_U,
-            count=count,
-            place_of=self._number_A,
-            grads=grad_UD,
-            pairs=pairs_U,
-            dim=shape.dim,
-        )
-        rows = RowGrads(self._number_A, None, grad_UD, pairs_U, None)
-        return Grads(rows, owned.loss, owned.pairs), View(weights_UD, self._number_A)
-
-    def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
-        self._kernel("write_headers")(
-            1,
-            loss=borrowed.loss,
-            pairs=borrowed.pairs,
-            fault=fault,
-            sent=send_N,
-            dim=self.shape.dim,
-            grads=borrowed.rows.grad_UD,
-        )
-
-    def collect(
-        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
-    ) -> None:
-        ids_M, recv_N = received
-        grad_MD, pairs_M = grads
-        self._kernel("collect")(
-            blocks_for(32 * ids_M.shape[0]),
-            requests=self._requests(ids_M),
-            received=recv_N,
-            grads=grad_MD,
-            grad_pairs=pairs_M,
-            rows=owned.rows,
-            dim=self.shape.dim,
-            loss=owned.loss,
-            pairs=owned.pairs,
-            fault=fault,
-        )
-
-    def _bind(self, use: Hashable, what: tuple, bind: Callable[[], Kernel]) -> Kernel:
-        return bind()  # weights are borrowed into other memory in each step
-
-    def _requests(self, ids_M: Tensor) -> Any:
-        requests = c_struct("shard.cu", "RequestedIds")
-        return requests(ids=ids_M, length=ids_M.shape[0])
-
-
-class CudaPeerKernels(RankKernels):
+class CudaPeerKernels(CudaKernels):
     """Kernels of a rank on whose GPU the memory of the others is mapped.
 
     The CPU never knows how many rows a batch has.
@@ -210,7 +56,7 @@ class CudaPeerKernels(RankKernels):
         places = torch.full((size, room), -1, dtype=torch.int32, device=device)
         self._own_places = places, room
         self.rows_borrowed = torch.zeros((), dtype=torch.int64, device=device)  # so far
-        self._listed = self._pages = self._meetings = 0  # so far
+        self._lists_made = self._pages = self._meetings = 0  # so far
 
     def shared(self, view: View) -> Sequence[Tensor | None]:
         """Return struct Peer of this rank, whose records are in the view."""
@@ -266,7 +112,7 @@ class CudaPeerKernels(RankKernels):
         ]
         self._mark_blocks, self._borrow_blocks = blocks_for(self._most), blocks_for(4 * self._most)
 
-    def list_rows(self, page: Sequence[Batch]) -> list[int]:
+    def list_page(self, page: Sequence[Batch]) -> list[int]:
         """List the unique rows of a page's batches; return the slot of each."""
         if not page:
             return []
@@ -320,11 +166,16 @@ class CudaPeerKernels(RankKernels):
         )
         return grads._replace(rows=self._owned)
 
+    def _kernel(self, name: str) -> Kernel:
+        shape = self.shape
+        element, wide = ELEMENTS[shape.dtype], 1 if shape.dim % 4 else 4
+        return kernel("shard.cu", name, RANKS=shape.world_size, ELEMENT=element, WIDE=wide)
+
     def _list(self, batch: Batch, marks_NA: Tensor | None) -> int:
         rows = max_batch_rows(batch, self.shape.vectors)
         assert rows <= self._most, "a larger batch than planned"
-        slot = self._listed % len(self._lists)
-        self._listed += 1
+        slot = self._lists_made % len(self._lists)
+        self._lists_made += 1
         self._list_unique(batch, self._lists[slot], slot)
         self._mark_listed[slot](self._mark_blocks, marks=marks_NA)
         return slot

@@ -4,33 +4,31 @@ The rows of word w belong to rank w % N. For each batch, a rank borrows the weig
 their owners and sends the gradients back; the owners sum them and step the optimizer, whose state
 never travels. With one process, both are the identity.
 
-The rows of a batch are listed on the planning stream, two pages ahead:
+The rows of a page are listed on the planning stream, and their ids go to the owners, with the
+counts of the page after it (`w2v.rows.shard.Requests`): so the CPU knows the counts of a page long
+before it needs them, and no step waits.
 
-    list page n + 1     its rows by owner, and how many ids go to each rank (`list_following`)
-    send ids of page n  with headers that say how many ids page n + 1 will send (`next_page`)
-    page n computes     weights come from the owners, gradients go to them (`borrow`, `reduce`)
-
-So the CPU knows the counts of a page long before it needs them, and no step waits. Loss, pairs and
-fault of a step travel in the headers of its gradients.
-
-Shapes: U rows that a batch of this rank touches, M rows that all ranks request of this one, both
-with headers; N ranks, K batches of a page.
+Shapes: U rows that a batch of this rank touches, M rows that all ranks request of this one, X rows
+of a buffer, N ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import Ranks
+from w2v.rows.lookup import Readback
 from w2v.rows.ops import View
-from w2v.word2vec.batch import Batch, Counts, Grads, IdsByRank, StepShape, StepState, zeros_by_step
-from w2v.word2vec.kernels import Kernels, ShardKernels
+from w2v.rows.shard import Requests, sent_ahead
+from w2v.word2vec.batch import SUMS, Batch, Grads, RowGrads, StepShape, StepState, zeros_by_step
+from w2v.word2vec.kernels import Kernels
 
 Rows = TypeVar("Rows")  # what an exchange knows of a batch's rows
 
@@ -47,15 +45,11 @@ class Exchange(Protocol[Rows]):
     """Plans pages, and exchanges weights and gradients with other ranks."""
 
     def start(self, batches: Iterator[Batch]) -> None:
-        """List the rows of the first pages of an epoch, on the planning stream."""
+        """Begin an epoch, on the planning stream."""
         return
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Rows]]:
         """Return the next page's batches; an empty list at the end."""
-
-    def list_following(self, batches: Iterator[Batch]) -> None:
-        """List the rows of the page after the one that `next_page` returned."""
-        return
 
     def mark(self, page: list[PlannedBatch[Rows]], marks_A: Tensor) -> None:
         """Set the marks of this rank's rows that the page touches on any rank."""
@@ -104,132 +98,128 @@ class LocalExchange(Exchange[Grads | None]):
         return grads
 
 
-class OwnerLists(NamedTuple):
-    """A batch's rows by owner, from `ShardKernels.list_requests`."""
+class Route:
+    """Rows of a batch by owner, and the rows that ranks request of this one.
 
-    rows_U: Tensor
-    ids_U: Tensor
-    counts: Counts
+    Both rows of word v belong to rank v % N, whose rows 2 (v // N) and 2 (v // N) + 1 they are.
 
+    Attributes:
+        ids_M: The rows of this rank that all request, rank after rank.
+        received: How many each requests.
+    """
 
-class Route(NamedTuple):
-    """A batch's rows by owner, and the rows that ranks request of this one."""
-
-    rows_U: Tensor
-    send: list[int]  # rows requested of each rank
     ids_M: Tensor
-    recv: list[int]  # rows requested by each rank
-    counts: Counts
+    received: list[int]
+    _sent: Sequence[int] = ()
+
+    def __init__(self, listed_X: Tensor, size: int):
+        """`listed_X`: the unique rows, and -1 in the rest of a buffer."""
+        owner_X = torch.where(listed_X < 0, size, listed_X // 2 % size)
+        owner_X, order_X = torch.sort(owner_X, stable=True)
+        self._rows_X = listed_X.index_select(0, order_X)
+        self._ids_X = self._rows_X // 2 // size * 2 + self._rows_X % 2
+        edges_E = torch.searchsorted(owner_X, torch.arange(size + 1, device=owner_X.device))
+        self._numbers_E = edges_E  # in CPU memory, once they have arrived
+        self._readback: Readback | None = None
+        if edges_E.is_cuda:
+            self._readback = Readback(size + 1)
+            self._numbers_E = self._readback.numbers.copy_(edges_E, non_blocking=True)
+            self._readback.launched()
+
+    def sent(self) -> Sequence[int]:
+        """Wait for the rows; return how many of them each rank owns."""
+        if not self._sent:
+            if self._readback:
+                self._readback.read()  # waits for them
+            self._sent = self._numbers_E.diff().tolist()
+            self._readback = None
+        return self._sent
+
+    def wait(self) -> Tensor:
+        """Return the rows by their numbers at their owners: int64 [U]."""
+        return self._ids_X[: sum(self.sent())]
 
     @property
-    def received(self) -> IdsByRank:
-        """The ids of `ids_M`, with their counts on the device."""
-        return IdsByRank(self.ids_M, self.counts.recv_N)
+    def rows_U(self) -> Tensor:
+        """Return the rows, sorted by owner: int64."""
+        return self._rows_X[: sum(self.sent())]
+
+    def receive(self, rows_M: Tensor, received: list[int]) -> None:
+        """Take the rows that ranks request of this one."""
+        self.ids_M, self.received = rows_M, received
 
 
 @dataclass(eq=False)
 class RankExchange(Exchange[Route]):
     """Exchange of several ranks, by all-to-all; all make the same calls."""
 
-    kernels: ShardKernels
+    kernels: Kernels
     batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     ranks: Ranks
     shape: StepShape  # of the whole tables
-    planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
+    _pages: Iterator[list[PlannedBatch[Route]]] = field(init=False)
     _route: Route = field(init=False)  # of the current batch
-    _owned: Grads = field(init=False)  # this rank's rows that are requested for it
 
     def __post_init__(self) -> None:
-        # Counts of the next page in CPU memory, which have arrived after the event `_counts_known`.
-        # They are read before those of the page after it replace them.
-        size = self.batches_per_page, 2, self.ranks.size
-        on_gpu = self.planning is not None
-        self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
-        self._counts_known: torch.cuda.Event | None = None
-        self._zeros = zeros_by_step(self.shape.device, *[(torch.int32, (self.ranks.size,))] * 3)
-        # The page that `next_page` returns, and the page after it.
-        self._batches: list[Batch] = []
-        self._batches_after: list[Batch] = []
-        self._lists: list[OwnerLists] = []
-        self._lists_after: list[OwnerLists] = []
+        shape = self.shape
+        # Where each row of the current batch is among the borrowed ones.
+        self._index_A = torch.zeros(shape.rows, dtype=torch.int32, device=shape.device)
+        self._sums = zeros_by_step(shape.device, *SUMS)
 
     def start(self, batches: Iterator[Batch]) -> None:
-        # An empty page comes first: the headers of its ids carry the counts of the first real page.
-        headers = self.shape.header_rows
-        self._host_K2N.fill_(headers)
-        self._counts_known = None
-        device, size = self.shape.device, self.ranks.size
-        counts_N = torch.full((size,), headers, dtype=torch.int32, device=device)
-        no_rows_U = torch.full((size * headers,), -1, device=device)
-        counts = Counts(counts_N, counts_N)
-        self._lists = [
-            OwnerLists(no_rows_U, no_rows_U.int(), counts) for _ in range(self.batches_per_page)
-        ]
-        self.list_following(batches)
-        self._send_ids()
-        self.list_following(batches)
+        def draw() -> tuple[list[PlannedBatch[Route]], list[Route]]:
+            page = list(islice(batches, self.batches_per_page))
+            if not page:
+                raise StopIteration
+            routes = [Route(self.kernels.list_rows(batch), self.ranks.size) for batch in page]
+            return [PlannedBatch(*each) for each in zip(page, routes, strict=True)], routes
+
+        # A process group of its own: ids need not wait for the weights and gradients of steps.
+        arguments = self.ranks, self.shape.device, self.batches_per_page, draw, "prefetch"
+        self._pages = sent_ahead(lambda: Requests(*arguments))
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Route]]:
-        page = self._batches
-        routes = self._send_ids()
-        return [PlannedBatch(batch, route) for batch, route in zip(page, routes, strict=True)]
-
-    def _send_ids(self) -> list[Route]:
-        """Exchange the ids of a page, and go on to the next."""
-        lists = self._lists
-        if not lists:
-            return []
-        if self._counts_known:
-            self._counts_known.synchronize()
-        send_KN, recv_KN = zip(*self._host_K2N[: len(lists)].tolist(), strict=True)
-        # Lists have room for more rows; only now does the CPU know how many they have.
-        ids_KU = [listed.ids_U[: sum(send)] for listed, send in zip(lists, send_KN, strict=True)]
-        # A process group of its own: ids need not wait for the weights and gradients of steps.
-        requested = self.ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
-        routes = [
-            Route(listed.rows_U[: sum(send)], send, ids_M, recv, listed.counts)
-            for listed, send, ids_M, recv in zip(lists, send_KN, requested, recv_KN, strict=True)
-        ]
-        # The headers of these ids carry the counts of the page after this one. The last page of an
-        # epoch may have fewer batches.
-        for route, listed, host_2N in zip(routes, self._lists_after, self._host_K2N, strict=False):
-            self.kernels.read_counts(route.received, listed.counts, host_2N)
-        self._counts_known = self.planning.record_event() if self.planning else None
-        self._batches, self._lists = self._batches_after, self._lists_after
-        return routes
-
-    def list_following(self, batches: Iterator[Batch]) -> None:
-        self._batches_after = list(islice(batches, self.batches_per_page))
-        self._lists_after = []
-        # The last page of an epoch may have fewer batches.
-        for batch, listed in zip(self._batches_after, self._lists, strict=False):
-            send_N, recv_N, scratch_N = next(self._zeros)
-            before = IdsByRank(listed.ids_U, listed.counts.send_N)
-            rows_U, ids_U = self.kernels.list_requests(batch, send_N, scratch_N, before)
-            self._lists_after.append(OwnerLists(rows_U, ids_U, Counts(send_N, recv_N)))
+        return next(self._pages, [])
 
     def mark(self, page: list[PlannedBatch[Route]], marks_A: Tensor) -> None:
         for planned in page:
-            self.kernels.mark_requested(planned.rows.ids_M, marks_A)
+            marks_A.index_fill_(0, planned.rows.ids_M, True)
 
     def borrow(self, planned: PlannedBatch[Route], view: View) -> tuple[Grads, View]:
         self._route = route = planned.rows
-        self._owned = self.kernels.own(route.ids_M)
-        weights_MD = self.kernels.gather_weights(route.ids_M, view)
-        # Weights go back to where ids came from: send and recv are exchanged.
-        weights_UD = self.ranks.all_to_all(weights_MD, route.recv, route.send)
-        return self.kernels.borrow(route.rows_U, weights_UD, self._owned)
+        weight_SD = view.records_SR[:, : self.shape.dim]
+        weight_MD = weight_SD.index_select(0, view.slots(route.ids_M))
+        # Weights go where ids came from, so that sent and received change places.
+        weight_UD = self.ranks.all_to_all(weight_MD, route.received, route.sent())
+        rows_U = route.rows_U
+        index_U = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
+        self._index_A.index_copy_(0, rows_U, index_U)
+        grad_dtype = torch.promote_types(weight_UD.dtype, torch.float32)
+        grad_UD = torch.zeros(weight_UD.shape, dtype=grad_dtype, device=rows_U.device)
+        pairs_U = torch.zeros_like(index_U) if self.shape.count_pairs else None
+        rows = RowGrads(self._index_A, None, grad_UD, pairs_U, None)
+        loss, pairs = next(self._sums)
+        return Grads(rows, loss, pairs), View(weight_UD, self._index_A)
 
     def reduce(self, grads: Grads) -> Grads:
-        route, owned = self._route, self._owned
-        self.kernels.write_headers(grads, self.state.fault, route.counts.send_N)
-        grad_MD = self.ranks.all_to_all(grads.rows.grad_UD, route.send, route.recv)
+        route = self._route
+        grad_MD = self.ranks.all_to_all(grads.rows.grad_UD, route.sent(), route.received)
         pairs_M = None
         if grads.rows.pairs_U is not None:
-            pairs_M = self.ranks.all_to_all(grads.rows.pairs_U, route.send, route.recv)
-        self.kernels.collect(route.received, (grad_MD, pairs_M), owned, self.state.fault)
-        return owned
+            pairs_M = self.ranks.all_to_all(grads.rows.pairs_U, route.sent(), route.received)
+        rows = self.kernels.sum_by_row(route.ids_M, route.received, grad_MD, pairs_M)
+        return Grads(rows, *self._share_facts(grads))
+
+    def _share_facts(self, grads: Grads) -> tuple[Tensor, Tensor]:
+        """Return loss and pairs of all ranks, and join their faults."""
+        # Every rank sums in the order of the ranks, so that all get the same bits.
+        facts_NF = grads.loss.new_zeros(self.ranks.size, 3)
+        facts_NF[self.ranks.rank] = torch.stack([grads.loss, grads.pairs, self.state.fault])
+        loss, pairs, _ = self.ranks.all_reduce(facts_NF).sum(0)
+        faults_N = facts_NF[:, 2].long()
+        self.state.fault.copy_(functools.reduce(torch.bitwise_or, faults_N))
+        return loss, pairs.long()
 
     @property
     def bytes_sent(self) -> int:

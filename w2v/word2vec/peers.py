@@ -53,7 +53,7 @@ class PeerExchange(Exchange[int]):
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[int]]:
         page = list(islice(batches, self.batches_per_page))
-        slots = self.kernels.list_rows(page)
+        slots = self.kernels.list_page(page)
         return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
 
     def mark(self, page: list[PlannedBatch[int]], marks_A: Tensor) -> None:

@@ -9,7 +9,6 @@ A rows, U unique rows, D dimensions, M requested rows, N ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
 
 import numpy as np
 import torch
@@ -17,15 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from w2v.rows.ops import View
+from w2v.rows.shard import sum_by_row
 from w2v.system.random import shift_right, splitmix64
 from w2v.word2vec.batch import (
-    HEADER_WORDS,
     SKIPGRAM,
     Batch,
     BatchSeed,
-    Counts,
     Grads,
-    IdsByRank,
     Objective,
     Pairs,
     Pool,
@@ -34,7 +31,7 @@ from w2v.word2vec.batch import (
     StepState,
     Update,
 )
-from w2v.word2vec.kernels import ShardKernels
+from w2v.word2vec.kernels import Kernels
 
 # Factor of the errors in float16 products, so that small gradients are not lost. A constant is
 # enough: errors are at most 1, so that 20 targets overflow only with weights above 12.
@@ -265,8 +262,8 @@ def count_pairs(places: Pairs, count_U: Tensor, cbow: bool = False) -> None:
         count_U.index_add_(0, places.targets_BT.flatten(), of_targets_BT.flatten())
 
 
-class ReferenceKernels(ShardKernels):
-    """The kernels of `w2v.word2vec.kernels.ShardKernels` in plain torch.
+class ReferenceKernels(Kernels):
+    """The kernels of `w2v.word2vec.kernels.Kernels` in plain torch.
 
     Args:
         shape: Shape of the tables.
@@ -282,8 +279,8 @@ class ReferenceKernels(ShardKernels):
         self._product = product
         self._grad_dtype = torch.promote_types(shape.dtype, torch.float32)
 
-    def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        marks_A.index_fill_(0, self._unique(expand(batch))[0], True)
+    def list_rows(self, batch: Batch) -> Tensor:
+        return self._unique(expand(batch))[0]
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)
@@ -291,6 +288,7 @@ class ReferenceKernels(ShardKernels):
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
         rows, loss, pairs, expanded = grads
+        assert rows.index_A is not None
         places = expanded or expand(batch)
         contexts_BC, context_mask_BC, targets_BT, target_mask_BT, _ = places
         places = places._replace(
@@ -328,82 +326,15 @@ class ReferenceKernels(ShardKernels):
         view.records_SR.index_copy_(0, slots_U, kept_UR)
         state.rows_updated += rows_U.shape[0]
 
-    def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
-    ) -> tuple[Tensor, Tensor]:
-        rows_U, ids_U = self._by_owner(batch, send_N)
-        # The counts travel in the headers of the page before; ~count is negative, as no id is.
-        before.ids_M[_starts(before.count_N)] = ~send_N
-        return rows_U, ids_U
-
-    def _by_owner(self, batch: Batch, send_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch's rows and ids by owner, each part after its header."""
-        shape, size = self.shape, self.shape.world_size
-        rows_U, _ = self._unique(expand(batch))
-        headers = torch.arange(size, device=shape.device).repeat_interleave(shape.header_rows)
-        owners = torch.cat([headers, rows_U // 2 % size])
-        # Stable, so that the part of each owner begins with its header.
-        order = torch.argsort(owners, stable=True)
-        send_N.add_(torch.bincount(owners, minlength=size))
-        no_row = torch.full_like(headers, -1)
-        ids_U = torch.cat([no_row, rows_U // 2 // size * 2 + rows_U % 2])
-        return torch.cat([no_row, rows_U])[order], ids_U.int()[order]
-
-    def read_counts(self, received: IdsByRank, following: Counts, host_2N: Tensor) -> None:
-        following.recv_N.copy_(~received.ids_M[_starts(received.count_N)])
-        host_2N.copy_(torch.stack(following))
-
-    def mark_requested(self, ids_M: Tensor, marks_A: Tensor) -> None:
-        marks_A[ids_M[ids_M >= 0].long()] = True
-
-    def own(self, ids_M: Tensor) -> Grads:
-        return self._zero_grads(*unique_rows(ids_M.long(), ids_M >= 0, self.shape.shard_rows))
-
-    def gather_weights(self, ids_M: Tensor, view: View) -> Tensor:
-        weights_MD = view.records_SR.new_zeros(len(ids_M), self.shape.dim)
-        slots = view.slots(ids_M[ids_M >= 0].long())
-        weights_MD[ids_M >= 0] = view.records_SR[slots, : self.shape.dim]
-        return weights_MD
-
-    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, View]:
-        is_row_U = rows_U >= 0
-        index_A = torch.full((self.shape.rows,), -1, dtype=torch.int32, device=rows_U.device)
-        indices_U = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
-        index_A[rows_U[is_row_U]] = indices_U[is_row_U]
-        grad_UD = torch.zeros(weights_UD.shape, dtype=self._grad_dtype, device=rows_U.device)
-        pairs_U = torch.zeros_like(indices_U) if self.shape.count_pairs else None
-        rows = RowGrads(index_A, None, grad_UD, pairs_U, None)
-        return Grads(rows, owned.loss, owned.pairs), View(weights_UD, index_A)
-
-    def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
-        facts = torch.stack([borrowed.loss.view(torch.int64), borrowed.pairs, fault])
-        words_UD = borrowed.rows.grad_UD.view(torch.int32)
-        for start in _starts(send_N).tolist():
-            words_UD[start:].view(-1)[:HEADER_WORDS] = facts.view(torch.int32)
-
-    def collect(
-        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
-    ) -> None:
-        grad_MD, pairs_M = grads
-        sums, is_row_M = owned.rows, received.ids_M >= 0
-        indices = sums.index_A[received.ids_M[is_row_M]].long()
-        sums.grad_UD.index_add_(0, indices, grad_MD[is_row_M])
-        if pairs_M is not None and sums.pairs_U is not None:
-            sums.pairs_U.index_add_(0, indices, pairs_M[is_row_M])
-        self._join_headers(received, grad_MD, owned, fault)
-
-    def _join_headers(
-        self, received: IdsByRank, grad_MD: Tensor, owned: Grads, fault: Tensor
-    ) -> None:
-        """Sum loss and pairs of all ranks; join their faults."""
-        words_MD = grad_MD.view(torch.int32)
-        starts = _starts(received.count_N).tolist()
-        headers = [words_MD[start:].reshape(-1)[:HEADER_WORDS] for start in starts]
-        facts = [header.clone().view(torch.int64) for header in headers]
-        # Added in the order of the ranks, so that all of them have the same bits.
-        owned.loss.copy_(reduce(torch.add, (fact[0].view(torch.float64) for fact in facts)))
-        owned.pairs.copy_(reduce(torch.add, (fact[1] for fact in facts)))
-        fault.copy_(reduce(torch.bitwise_or, (fact[2] for fact in facts)))
+    def sum_by_row(
+        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
+    ) -> RowGrads:
+        rows_U, index_A = unique_rows(ids_M, torch.ones_like(ids_M).bool(), self.shape.shard_rows)
+        rows, places_M = self._zero_grads(rows_U, index_A).rows, index_A[ids_M].long()
+        sum_by_row(grad_MD, places_M, received, rows.grad_UD)
+        if pairs_M is not None and rows.pairs_U is not None:
+            sum_by_row(pairs_M, places_M, received, rows.pairs_U)
+        return rows
 
     def _unique(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return the `unique_rows` of a batch."""
@@ -420,8 +351,3 @@ class ReferenceKernels(ShardKernels):
         loss, pairs = torch.zeros(2, dtype=torch.float64, device=shape.device)
         rows = RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None)
         return Grads(rows, loss, pairs.long())
-
-
-def _starts(count_N: Tensor) -> Tensor:
-    """Return where each rank's part of a list begins."""
-    return count_N.cumsum(0) - count_N

@@ -125,7 +125,4 @@ class TrainingStep:
         if self.planning:
             current_stream().wait_stream(self.planning)
             self._kept.append(planned)
-        with on_stream(self.planning):
-            # Only now, so that the moves of this page begin first.
-            self.exchange.list_following(batches)
         return planned

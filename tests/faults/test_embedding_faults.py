@@ -25,9 +25,9 @@ from tests.support.embeddings import (
 )
 from tests.support.processes import run_python
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
-from w2v.rows.cache import TorchCache
 from w2v.rows.checkpoint import Checkpoints
 from w2v.rows.embedding import find
+from w2v.rows.moves import TorchPlanner
 from w2v.rows.table import normal
 
 BAD_IDS = [
@@ -224,7 +224,7 @@ def test_an_error_while_a_page_is_prefetched(monkeypatch):
     _, cached = cached_pair()
     train_on(cached, ids_of([1, 2], [3, 4]))
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(TorchCache, "_make_moves", mock.Mock(side_effect=MemoryError))
+        patch.setattr(TorchPlanner, "move", mock.Mock(side_effect=MemoryError))
         train_on(cached, ids_of([7, 8]))
     for use in (lambda: cached[0].weight, lambda: cached[0]([7, 8]), lambda: cached[0]([1])):
         with pytest.raises(RuntimeError, match="row cache is inconsistent"):

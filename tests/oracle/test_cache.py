@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tests.support.each_case import each_case
 from tests.support.steps import make_step, records, train
 from w2v.config import ConfigError, OptimizerConfig
-from w2v.rows.cache import GpuCache, TorchCache
-from w2v.rows.link import Link, MappedLink
-from w2v.rows.moves import AGE, HIGHEST_LIMIT, PageRows
+from w2v.rows.cache import RowCache
+from w2v.rows.moves import AGE, HIGHEST_LIMIT, GpuPlanner, PageRows, TorchPlanner
 from w2v.rows.table import Table
 from w2v.word2vec.batch import Lookahead
 from w2v.word2vec.reference import ReferenceKernels, unique_rows
@@ -27,8 +26,6 @@ STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "2000"))
 SGD = OptimizerConfig(name="SGD", lr=1.0)
 # By name: the device, the engine, and where the tables are stored.
 ENGINES = {
-    "paged": ("cpu", "paged", "cpu"),
-    "paged, pinned": ("cuda", "paged", "pinned"),
     "cache": ("cpu", "torch cache", "cpu"),
     "cache, pinned": ("cuda", "torch cache", "pinned"),
     "cache, staged": ("cuda", "torch cache", "cpu"),
@@ -160,12 +157,6 @@ def test_cache_reads_a_row_once_and_writes_it_back_at_the_flush():
     assert step.engine.stats[:3] == (12, 6, 0)
 
 
-def test_paging_without_a_cache_moves_every_row_of_a_page():
-    step = make("paged")
-    trained(step, batches_of(({1, 2, 3}, {1}), ({2, 3, 4}, {1, 2})))
-    assert step.engine.stats[:3] == (9, 9, 9)
-
-
 def test_least_frequent_rows_are_evicted_first():
     step = make("cache", slots=6)
     trained(step, batches_of(({0, 20}, {1}), ({5}, ()), ({7}, ()), ({8}, ()), ({9}, ())))
@@ -174,15 +165,12 @@ def test_least_frequent_rows_are_evicted_first():
     assert step.engine.stats.rows_read == 7  # so it was row 20 that was evicted
 
 
-def list_cache(kind, slots, rows=ROWS, device="cpu"):
+def list_cache(planner, slots, rows=ROWS, device="cpu"):
     """Return a cache of one table whose records are their rows' numbers."""
     storage = "pinned" if device == "cuda" else "cpu"
     table = Table("rows", rows, 4, {}, {}, storage, torch.float32)
     table["weight"].copy_(torch.arange(rows)[:, None])
-    if kind is GpuCache:
-        return kind(table, slots, torch.device(device), by_row=False)
-    link = MappedLink() if device == "cuda" else Link()
-    return kind(link, table, slots, torch.device(device))
+    return RowCache(table, slots, torch.device(device), False, planner)
 
 
 def cached(cache):
@@ -202,7 +190,7 @@ def use(cache, *pages):
 
 
 def test_rows_with_few_uses_are_evicted_first():
-    cache = list_cache(TorchCache, 4)
+    cache = list_cache(TorchPlanner, 4)
     use(cache, page_of(20), page_of(20), page_of(5), page_of(3), page_of(1), page_of(0))
     assert cached(cache) == {0, 1, 3, 20}  # without counts, row 20 would go
     use(cache, page_of(7, is_counted=False), page_of(8, is_counted=False))
@@ -210,7 +198,7 @@ def test_rows_with_few_uses_are_evicted_first():
 
 
 def test_rows_of_pages_to_come_are_evicted_last():
-    cache = list_cache(TorchCache, 4)
+    cache = list_cache(TorchPlanner, 4)
     use(cache, page_of(20), page_of(5), page_of(3), page_of(1), page_of(0, soon=[20, 9]))
     assert cached(cache) == {0, 1, 3, 20}
     use(cache, page_of(2))  # nothing is said of row 20 now
@@ -218,22 +206,22 @@ def test_rows_of_pages_to_come_are_evicted_last():
 
 
 def test_uses_are_halved_where_rows_with_few_do_not_suffice():
-    cache = list_cache(TorchCache, 3)
+    cache = list_cache(TorchPlanner, 3)
     pages = iter([page_of(row) for _ in range(3) for row in range(6) for _ in range(20)])
-    while cache._limit < HIGHEST_LIMIT:
+    while cache.planner._limit < HIGHEST_LIMIT:
         use(cache, next(pages))
-    assert cache._uses_A.max() == 15
+    assert cache.planner._uses_A.max() == 15
     use(cache, next(pages))
-    assert cache._uses_A.max() == 8  # 7, and a use
-    assert cache._limit == HIGHEST_LIMIT // 2
+    assert cache.planner._uses_A.max() == 8  # 7, and a use
+    assert cache.planner._limit == HIGHEST_LIMIT // 2
 
 
 def test_uses_are_halved_as_time_goes_by():
-    cache = list_cache(TorchCache, 3)
+    cache = list_cache(TorchPlanner, 3)
     use(cache, *[page_of(1)] * (AGE - 1))
-    assert cache._uses_A.max() == 15
+    assert cache.planner._uses_A.max() == 15
     use(cache, page_of(2))
-    assert cache._uses_A[:3].tolist() == [0, 7, 1]
+    assert cache.planner._uses_A[:3].tolist() == [0, 7, 1]
 
 
 @pytest.mark.gpu
@@ -241,7 +229,7 @@ def test_uses_are_halved_as_time_goes_by():
 def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
     """Both cache the same rows, page after page."""
     g = torch.Generator().manual_seed(rows)
-    caches = [list_cache(kind, slots, rows, "cuda") for kind in (TorchCache, GpuCache)]
+    caches = [list_cache(kind, slots, rows, "cuda") for kind in (TorchPlanner, GpuPlanner)]
     every_V = torch.arange(rows, device="cuda")
 
     def some_rows(most):
@@ -266,7 +254,7 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
     torch_cache, listed = caches
     assert torch_cache.stats[:3] == listed.stats[:3]
     assert torch_cache.stats.rows_written > 1000
-    assert torch_cache._limit == listed._planner.counters[4] > 1
+    assert torch_cache.planner._limit == listed._planner.counters[4] > 1
     rows_U, slots_U = map(torch.cat, zip(*listed._planner.cached_rows(), strict=True))
     assert torch.equal(listed.slots_of(rows_U).long(), slots_U)
     assert len(rows_U) == slots

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.steps import train
 from w2v.config import OptimizerConfig
-from w2v.rows.cache import Engine, GpuCache
+from w2v.rows.cache import Engine, RowCache
 from w2v.rows.link import MappedLink
 from w2v.rows.moves import PageRows
 from w2v.rows.optim import RowOptimizer
@@ -76,7 +76,7 @@ def test_rows_are_cached_and_evicted():
     """Double the rows of several pages in a cache that cannot hold them all."""
     large = make_table(ROWS, "pinned")
     expected = large.records_VR[FIRST:].clone()
-    engine = GpuCache(large, 700, torch.device("cuda"), by_row=True)
+    engine = RowCache(large, 700, torch.device("cuda"))
     marks_A = torch.zeros(ROWS, dtype=torch.bool, device="cuda")
     for seed in range(6):
         rows = some_rows(550, seed)

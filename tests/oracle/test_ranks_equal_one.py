@@ -114,7 +114,6 @@ CASES = {
     "tree": (3, {"cap": 8, "objective": Objective(tree=TREE)}),
     "tree, cbow and pages": (2, {"objective": Objective(True, tree=TREE), "steps_per_page": 4}),
     "cap and pages": (2, {"cap": 8, "steps_per_page": 5}),
-    "paged": (2, {"engine": "paged"}),
     "cache": (2, {"engine": "cache", "room": 1}),
     "tight cache": (2, {"engine": "cache", "room": 0.9}),
     "tight cache and pages": (2, {"engine": "cache", "room": 0.95, "steps_per_page": 4}),

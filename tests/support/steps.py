@@ -7,8 +7,8 @@ import torch
 
 from w2v.config import ModelConfig
 from w2v.distributed.ranks import SINGLE
-from w2v.rows.cache import Engine, GpuCache, Paged, TorchCache
-from w2v.rows.link import link_between
+from w2v.rows.cache import Engine, RowCache
+from w2v.rows.moves import TorchPlanner
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table, uniform
 from w2v.word2vec.batch import Batch, Objective, StepShape, StepState, output_vectors
@@ -103,15 +103,10 @@ def make_table(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, f
 
 
 def make_engine(name, table, slots, device):
-    """Return an engine by name: "resident", "paged", "cache" or "torch cache"."""
+    """Return an engine by name: "resident", "cache" or "torch cache"."""
     if name == "resident":
         return Engine(table)
-    link = link_between(table, device)
-    if name == "paged":
-        return Paged(link, table, device)
-    if name == "torch cache" or device.type == "cpu":
-        return TorchCache(link, table, slots, device)
-    return GpuCache(table, slots, device, by_row=True)
+    return RowCache(table, slots, device, planner=TorchPlanner if name == "torch cache" else None)
 
 
 def records(step):

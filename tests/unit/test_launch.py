@@ -13,9 +13,9 @@ from tests.support.steps import make_table, problem, with_tree
 from tests.support.structs import TYPES, as_structure
 from w2v.config import OptimizerConfig
 from w2v.rows import launch, ops
-from w2v.rows.cache import GpuCache
+from w2v.rows.cache import RowCache
 from w2v.rows.link import MappedLink
-from w2v.rows.moves import PageRows
+from w2v.rows.moves import GpuPlanner, PageRows
 from w2v.rows.ops import Bags, Span, Spans, View
 from w2v.rows.optim import Hyper, RowOptimizer
 from w2v.word2vec import cuda
@@ -199,10 +199,10 @@ def read_peers(pages):
 def cache_rows():
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
     table = make_table(optimizer, VECTORS, DIM)
-    marked = GpuCache(table, 20, CPU, by_row=True)
+    marked = RowCache(table, 20, CPU, True, GpuPlanner)
     marked.prefetch(PageRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
     marked.view()
-    listed = GpuCache(table, 20, CPU, by_row=False)
+    listed = RowCache(table, 20, CPU, False, GpuPlanner)
     rows_U, known = torch.arange(5), torch.tensor([5, 0])
     listed.prefetch(PageRows(None, None, [rows_U], [(rows_U, None), (rows_U, known)]))
     listed.wait()

@@ -9,8 +9,7 @@ import torch
 from tests.support.pairwise import pairwise
 from tests.support.zipf import zipf_text
 from w2v.config import ModelConfig
-from w2v.rows.cache import TorchCache
-from w2v.rows.link import Link
+from w2v.rows.cache import RowCache
 from w2v.rows.moves import PageRows
 from w2v.rows.table import Table
 from w2v.training.build import LOOKAHEAD_SHARE, choose_lookahead, choose_paging
@@ -110,7 +109,7 @@ def test_rows_of_the_lookahead_window_fit_into_their_share_of_the_cache(text, ba
 
 def misses(text, lookahead, slots, pages):
     """Return how many rows a cache reads for so many pages, once it is full."""
-    cache = TorchCache(Link(), Table("vectors", ROWS, 1, {}, {}, "cpu", alignment=4), slots, CPU)
+    cache = RowCache(Table("vectors", ROWS, 1, {}, {}, "cpu", alignment=4), slots, CPU)
     sampler = Sampler(text, MODEL, CENTERS, 1, CPU, lookahead=lookahead)
     batches = (batch for _ in range(9) for batch in sampler.epoch())
     read = []

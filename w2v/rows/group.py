@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from w2v.rows import ops
-from w2v.rows.cache import GpuCache, RowCache, TorchCache, TransferStats
+from w2v.rows.cache import Engine, RowCache, TransferStats
 from w2v.rows.link import Link, MappedLink, link_between
 from w2v.rows.moves import PageRows
 from w2v.rows.ops import Bags
@@ -238,32 +238,6 @@ def regroup(member: Member, table: Table, device: torch.device) -> None:
     member._join(table, RowGroup(table, device, member.lock), alone)
 
 
-class WholeTable:
-    """Cache with a slot for each row of a table, all loaded when it is made."""
-
-    def __init__(self, table: Table, device: torch.device):
-        assert table.rows < 2**31, "slots are numbers of 32 bits"
-        self._table = table
-        self.records_SR = table.records_VR.to(device, copy=True)
-
-    @property
-    def stats(self) -> TransferStats:
-        return TransferStats(rows_read=self._table.rows)
-
-    def prefetch(self, page: PageRows) -> None:
-        """All rows are there."""
-
-    def wait(self) -> None:
-        """All rows are there."""
-
-    def slots_of(self, rows_U: Tensor) -> Tensor:
-        """Return the slots of rows, int32."""
-        return rows_U.int()
-
-    def flush(self) -> None:
-        self._table.records_VR.copy_(self.records_SR)
-
-
 class CachedLink(Link):
     """Link with a cache of a table's rows.
 
@@ -286,7 +260,7 @@ class CachedLink(Link):
         self._table = table
         self.slots = min(slots, table.rows)
         self._device = device
-        self._cache: RowCache | WholeTable | None = None
+        self._cache: Engine | None = None
         self._past = TransferStats()  # of caches before this one
         self._rows_used = 0
         self._current: PageLists = {}
@@ -403,7 +377,7 @@ class CachedLink(Link):
             self._cache = None  # free before another cache is allocated
             self._current, self._slots, self._next = {}, {}, {}
 
-    def _filled(self) -> RowCache | WholeTable:
+    def _filled(self) -> Engine:
         """Return the cache, a new one after `flush`."""
         if self._cache is None:
             self._cache = self._new_cache()
@@ -422,12 +396,10 @@ class CachedLink(Link):
         self._slots.clear()
         return found
 
-    def _new_cache(self) -> RowCache | WholeTable:
+    def _new_cache(self) -> Engine:
         if self.slots == self._table.rows:
-            return WholeTable(self._table, self._device)
-        if isinstance(self._link, MappedLink):
-            return GpuCache(self._table, self.slots, self._device, by_row=False)
-        return TorchCache(self._link, self._table, self.slots, self._device)
+            return Engine(self._table, self._device)
+        return RowCache(self._table, self.slots, self._device, by_row=False)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.
@@ -442,7 +414,7 @@ class CachedLink(Link):
         return page
 
 
-def _flush_in(process: int, cache: RowCache | WholeTable) -> None:
+def _flush_in(process: int, cache: Engine) -> None:
     """Write rows back, but not from a forked process: its copy is out of date."""
     if os.getpid() == process:
         cache.flush()

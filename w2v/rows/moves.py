@@ -1,4 +1,4 @@
-"""Moves of a row cache, planned and made on the GPU (cache.cu, rows.cu).
+"""Moves of a row cache, planned in plain torch or by cu/cache.cu.
 
 Shapes: S slots, A rows, W words of bits.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from w2v.rows.launch import THREADS, blocks_for, c_struct, kernel
+from w2v.rows.link import Link
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # As in cache.cu: bits of a row's number of uses, the limit at which all numbers are halved, and the
@@ -59,21 +60,146 @@ class PageRows(NamedTuple):
     is_counted: bool = True
 
 
-class MovePlanner:
+class TorchPlanner:
+    """Plans the moves of a cache in plain torch.
+
+    It is the specification of `GpuPlanner`, which has the same arguments. Slots are by row in any
+    case.
+
+    Attributes:
+        slot_of_A: int32, the slot of each row; S for rows that are not cached.
+    """
+
+    def __init__(self, slots: int, rows: int, device: torch.device, by_row: bool = True):
+        self._capacity = slots
+        self.slot_of_A = torch.full((rows,), slots, dtype=torch.int32, device=device)
+        # Rows of the last two plans, cached rows, rows evicted last.
+        bits = torch.zeros(4, rows, dtype=torch.bool, device=device)
+        *self._wanted, self._cached_A, self._late_A = bits
+        # Uses of rows, and the limit of those evicted first.
+        self._uses_A = torch.zeros(rows, dtype=torch.uint8, device=device)
+        self._limit = 1
+        self._slots_in_use = 0
+        self._unplaced = self._refused = 0  # rows without a slot after the last plan
+        self._used = self._read = self._written = 0  # rows
+        # Of the last two plans: loaded rows, evicted rows, and the slots of the former.
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(none,) * 3] * 2
+
+    def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
+        """Assign free or evicted slots to missing rows, and list the copies.
+
+        Args:
+            page: Rows that the page needs. None: those that plan `number` was given before and left
+                without slots.
+            number: Number of this plan.
+            in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
+        """
+        wanted_A = protected_A = self._wanted[number % 2]
+        if page is not None:
+            self._mark(page, wanted_A, number)
+            protected_A = self._wanted[0] | self._wanted[1]  # the page before may still compute
+        missing_A = wanted_A & ~self._cached_A
+        evictable_A = self._cached_A & ~protected_A
+        masks = missing_A, evictable_A & self._late_A, evictable_A & ~self._late_A
+        *counts, used = torch.stack([mask_A.sum() for mask_A in (*masks, wanted_A)]).tolist()
+        missing, late, others = (
+            torch.nonzero_static(mask_A, size=count).flatten()
+            for mask_A, count in zip(masks, counts, strict=True)
+        )
+        # Rows are evicted from the last, which are those of rare words.
+        evictable = torch.cat([late, others])
+        empty = self._capacity - self._slots_in_use
+        evictions = min(max(0, len(missing) - empty), len(evictable))
+        evicted_U = evictable[len(evictable) - evictions :]
+        loaded_U = missing[: empty + evictions]
+        slots_in_use = self._slots_in_use + len(loaded_U) - evictions
+        unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)
+        self._cached_A.index_fill_(0, loaded_U, True).index_fill_(0, evicted_U, False)
+        slots = torch.cat([unused, self.slot_of_A[evicted_U].long()])
+        self._lists[number % 2] = loaded_U, evicted_U, slots
+        self._slots_in_use = slots_in_use
+        self._unplaced = len(missing) - len(loaded_U)
+        if page is not None:
+            self._limit += len(others) < evictions
+            self._used += used
+        else:
+            self._refused = self._unplaced
+        self._read += len(loaded_U)
+        self._written += evictions
+
+    def _mark(self, page: PageRows, wanted_A: Tensor, number: int) -> None:
+        """Mark the rows of a page and those evicted last, and count uses."""
+        wanted_A.zero_()
+        if page.marks_A is not None:
+            wanted_A.copy_(page.marks_A)
+        for rows_U in page.lists:
+            wanted_A.index_fill_(0, rows_U, True)
+        if number % AGE == 0 or self._limit >= HIGHEST_LIMIT:
+            self._uses_A >>= 1
+            self._limit = max(1, self._limit >> 1)
+        if page.is_counted:
+            self._uses_A.add_(wanted_A).clamp_(max=2**USE_BITS - 1)
+        torch.gt(self._uses_A, self._limit, out=self._late_A)
+        if page.soon_A is not None:
+            self._late_A |= page.soon_A
+        for rows_U, known in page.soon:
+            count, is_wrong = (len(rows_U), 0) if known is None else known.tolist()
+            self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
+
+    def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
+        """Write evicted rows back, and load others into their slots."""
+        loaded_U, evicted_U, slots = self._lists[number % 2]
+        rows_U, order = evicted_U.sort()
+        from_slots = slots[len(slots) - len(evicted_U) :][order]
+        link.write(table_AR, rows_U, records_SR, from_slots)
+        self.slot_of_A.index_fill_(0, evicted_U, self._capacity)
+        rows_U, order = loaded_U.sort()
+        link.read(table_AR, rows_U, records_SR, slots[order])
+        self.slot_of_A.index_copy_(0, loaded_U, slots.int())
+
+    def has_placed_all(self, number: int, planned: torch.cuda.Event | None) -> bool:
+        """Return whether all rows of a plan are known to have slots.
+
+        `planned`: an event after the plan.
+        """
+        return self._unplaced == 0
+
+    def refused(self) -> int:
+        """Return how many rows a second plan left without slots, if known."""
+        return self._refused
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many rows were used, read and written so far."""
+        return self._used, self._read, self._written
+
+    def slots_of(self, rows_U: Tensor) -> Tensor:
+        """Return the slots of rows, int32; S for rows that are not cached."""
+        return self.slot_of_A.index_select(0, rows_U)
+
+    def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield cached rows and their slots, int64, some at a time."""
+        rows_U = torch.nonzero(self._cached_A).flatten()
+        yield rows_U, self.slot_of_A[rows_U].long()
+
+
+class GpuPlanner:
     """Plans the moves of a cache on the GPU.
 
-    It keeps 4 + USE_BITS bits of each row, and the slots of cached rows: by row where `slot_of_A`
-    is given, else in the order of the rows, which takes few bytes for each row. Rows with more uses
-    than a limit are evicted last. The limit rises where others do not suffice; numbers of uses are
-    halved when it reaches HIGHEST_LIMIT, and every AGE plans.
+    It keeps 4 + USE_BITS bits of each row, and the slots of cached rows: by row, or in the order of
+    the rows, which takes few bytes for each row. Rows with more uses than a limit are evicted last.
+    The limit rises where others do not suffice; numbers of uses are halved when it reaches
+    HIGHEST_LIMIT, and every AGE plans. The CPU never waits for a plan's result. The rows evicted
+    are those of a `TorchPlanner`, but where a page is replaced before it was used.
 
     Args:
         slots: Capacity of the cache in rows.
         rows: Number of rows.
         device: The GPU.
-        slot_of_A: The slot of each row, which `exchange_records` keeps current.
+        by_row: Whether `slot_of_A` has the slot of each row.
 
     Attributes:
+        slot_of_A: int32; None without `by_row`.
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
@@ -81,11 +207,11 @@ class MovePlanner:
             and rows that were refused since no slot is left at all.
     """
 
-    def __init__(
-        self, slots: int, rows: int, device: torch.device, slot_of_A: Tensor | None = None
-    ):
+    def __init__(self, slots: int, rows: int, device: torch.device, by_row: bool):
         self._capacity, self._rows, self._device = slots, rows, device
-        self.slot_of_A = slot_of_A
+        self.slot_of_A: Tensor | None = None
+        if by_row:
+            self.slot_of_A = torch.full((rows,), slots, dtype=torch.int32, device=device)
         self._warps = -(-rows // WARP_ROWS)
         words = self._warps * WARP_ROWS // 32
         # Bits of rows that two plans want, cached rows, rows evicted last, and numbers of uses.
@@ -104,7 +230,7 @@ class MovePlanner:
         self.moves = [Moves(none, none, none, of_plan) for of_plan in numbers]
         self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
-        if slot_of_A is None:
+        if not by_row:
             # Cached rows before each group of words, and their slots; the next plan writes these to
             # the other list, and the two change places.
             groups = words // GROUP_WORDS
@@ -112,13 +238,7 @@ class MovePlanner:
             self._slots, self._old_slots = torch.empty(2, slots, dtype=torch.int32, device=device)
 
     def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
-        """Give slots to the rows of a page and list the moves.
-
-        Args:
-            page: Rows that the page needs. None: those that plan `number` was given before.
-            number: Number of this plan.
-            in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
-        """
+        """Do as `TorchPlanner.plan`."""
         is_final = in_use == number
         wanted = NOTHING if page is None else self._wanted_by(page, number)
         if self.slot_of_A is None:
@@ -189,8 +309,27 @@ class MovePlanner:
             lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
             self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.plan)
 
+    def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
+        """Do as `TorchPlanner.move`, for a pinned table."""
+        exchange_records(
+            self.moves[number % 2], table_AR, records_SR, self.slot_of_A, self._capacity
+        )
+
+    def has_placed_all(self, number: int, planned: torch.cuda.Event | None) -> bool:
+        """Do as `TorchPlanner.has_placed_all`, without waiting for the plan."""
+        return (planned is None or planned.query()) and self.notices[number % 2][0] == 0
+
+    def refused(self) -> int:
+        """Do as `TorchPlanner.refused`."""
+        return max(int(excess) for _, excess in self.notices)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Do as `TorchPlanner.counts`."""
+        _, used, read, written, _ = self.counters.tolist()
+        return used, read, written
+
     def slots_of(self, rows_U: Tensor) -> Tensor:
-        """Return the slots of rows, int32; S for rows that are not cached."""
+        """Do as `TorchPlanner.slots_of`."""
         if self.slot_of_A is not None:
             return self.slot_of_A.index_select(0, rows_U)
         count = rows_U.shape[0]
@@ -206,7 +345,7 @@ class MovePlanner:
         return slots_U
 
     def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all cached rows and their slots, int64, some at a time."""
+        """Do as `TorchPlanner.cached_rows`."""
         if self.slot_of_A is not None:
             rows_U = torch.nonzero(self.slot_of_A != self._capacity).flatten()
             yield rows_U, self.slot_of_A[rows_U].long()

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.rows.cache import Engine, GpuCache, Paged, TorchCache
+from w2v.rows.cache import Engine, RowCache
 from w2v.rows.file import nameless_records
-from w2v.rows.link import MappedLink, link_between
 from w2v.rows.table import Storage, Table, record_width, uniform
 from w2v.system.process import on_threads, return_freed_memory, reuse_freed_memory
 from w2v.training.memory import MOST_STEPS, ROW_TYPES
@@ -165,8 +164,7 @@ def make_table(plan: Plan, draws_vectors: bool) -> Table:
 
 def find_peers(plan: Plan) -> PeerMemory | None:
     """Return the memory of all ranks' GPUs, if ranks can read each other's."""
-    is_in_place = plan.slots or not plan.is_hosted  # records have one address in all pages
-    if plan.ranks.size == 1 or plan.kernels != "cuda" or not is_in_place:
+    if plan.ranks.size == 1 or plan.kernels != "cuda":
         return None
     peers = PeerMemory(plan.ranks)
     if why := peers.obstacle(plan.device):
@@ -229,12 +227,7 @@ def make_engine(plan: Plan, table: Table) -> Engine:
     """Return the engine of the plan."""
     if not plan.is_hosted:
         return Engine(table)
-    link = link_between(table, plan.device)
-    if not plan.slots:
-        return Paged(link, table, plan.device)
-    if isinstance(link, MappedLink):
-        return GpuCache(table, plan.slots, plan.device, by_row=True)
-    return TorchCache(link, table, plan.slots, plan.device)
+    return RowCache(table, plan.slots, plan.device)
 
 
 def make_heldout(plan: Plan, loop: TrainingLoop) -> HeldOut | None:
@@ -258,7 +251,7 @@ class Paging(NamedTuple):
 def make_paging(plan: Plan, text: TrainingText) -> Paging:
     """Choose the steps that share a page, and the lookahead window."""
     transfer = plan.config.transfer
-    if not plan.is_paged or not plan.slots:
+    if not plan.is_paged:
         # Long pages cost nothing where rows do not move, and save launches or exchanges of ids. But
         # where torch steps, the gradients of all batches of a page are kept.
         saves = plan.slots or plan.ranks.size > 1

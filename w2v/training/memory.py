@@ -274,8 +274,8 @@ class Plan:
         rows = self.shape.shard_rows
         if not self.is_hosted:
             return rows * self.on_gpu
-        if self.cache_bytes is not None:
-            return min(rows, self.cache_bytes // self.record_bytes)
+        if self.given_slots is not None:
+            return self.given_slots
         needs = self.needs()["gpu"]
         left = int(self.free["gpu"]) - sum(needs.values()) + needs["cache"]
         return max(0, min(rows, left // self.slot_bytes))
@@ -397,8 +397,28 @@ class Plan:
         if not self.is_hosted:
             return needs | {"tables": self.table_bytes}
         # An automatic cache takes what is left.
-        slots = min(rows, (self.cache_bytes or 0) // self.record_bytes)
+        slots = self.given_slots or 0
         return needs | {"cache maps": MAP_BYTES * rows, "cache": self.slot_bytes * slots}
+
+    @property
+    def given_slots(self) -> int | None:
+        """Capacity of the cache in rows, as configured; None if it is automatic."""
+        rows = self.shape.shard_rows
+        if self.cache_bytes is None:
+            return None
+        if self.cache_bytes:
+            return min(rows, self.cache_bytes // self.record_bytes)
+        # None are kept from page to page: the most rows that a page of all ranks may touch.
+        steps = max(1, self.config.transfer.steps_per_page)
+        most = self._most_rows(steps * self.config.train.batch_size)
+        return sum(min(rows // 2, of_page) for of_page in most)
+
+    def _most_rows(self, centers: int) -> tuple[int, int]:
+        """Return the most input and output rows that so many centers may touch."""
+        model = self.config.model
+        window = reach(model.window, self.corpus.offsets)
+        depth = math.ceil(self.path_lengths.max()) if model.hs else 0
+        return max_rows(centers, model.distinct_negatives(centers), window, depth, self.words)
 
     @property
     def _tree_bytes(self) -> int:
@@ -418,8 +438,7 @@ class Plan:
         gradient = 4 * dim + 16  # with its row, pairs and owner
         if self.kernels == "cuda":
             # Buffers for the most rows that a batch may touch; the batches of several pages.
-            distinct = model.distinct_negatives(centers)
-            most = max_rows(centers, distinct, window, depth, self.words)
+            most = self._most_rows(centers)
             found += 4 * (1 + model.negative) * (PAGES * MOST_STEPS * centers + chunk)
             found += 2 * gradient * sum(min(self.shape.shard_rows // 2, rows) for rows in most)
         elif self.kernels == "reference":  # products of all pairs

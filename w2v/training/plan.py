@@ -106,7 +106,7 @@ def make_plan(
     check_rows(given)
     plan = resolve(given)
     check_cache(plan)
-    while plan.is_paged and plan.slots:
+    while plan.is_paged:
         size = plan.config.train.batch_size
         fits = fitting_batch_size(plan, ranks.size * plan.slots)
         if fits == size:
@@ -217,7 +217,8 @@ def check_rows(plan: Plan) -> None:
 def check_cache(plan: Plan) -> None:
     """Raise `ConfigError` if the GPU memory for rows has no room for one."""
     gpu_bytes = plan.config.transfer.gpu_bytes
-    if plan.is_hosted and not plan.slots and re.search("[1-9]", gpu_bytes):
+    is_small = plan.cache_bytes is not None and plan.cache_bytes < plan.record_bytes
+    if plan.is_hosted and is_small and re.search("[1-9]", gpu_bytes):  # 0 has none on purpose
         row = format_bytes(plan.record_bytes)
         remedy = "give 0, or a size with its unit such as 20GiB or 50%"
         raise ConfigError(

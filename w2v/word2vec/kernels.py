@@ -30,7 +30,8 @@ class Kernels(Protocol):
     def list_rows(self, batch: Batch) -> Tensor:
         """Return the batch's unique rows, int64.
 
-        On a GPU -1 fills the rest of a buffer. Only rows of a pair count: a center without context words touches no row.
+        On a GPU -1 fills the rest of a buffer. Only rows of a pair count: a center without context
+        words touches no row.
         """
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:

@@ -254,8 +254,8 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
     torch_cache, listed = caches
     assert torch_cache.stats[:3] == listed.stats[:3]
     assert torch_cache.stats.rows_written > 1000
-    assert torch_cache.planner._limit == listed._planner.counters[4] > 1
-    rows_U, slots_U = map(torch.cat, zip(*listed._planner.cached_rows(), strict=True))
+    assert torch_cache.planner._limit == listed.planner.counters[4] > 1
+    rows_U, slots_U = map(torch.cat, zip(*listed.planner.cached_rows(), strict=True))
     assert torch.equal(listed.slots_of(rows_U).long(), slots_U)
     assert len(rows_U) == slots
     for cache in caches:

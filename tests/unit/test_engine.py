@@ -73,7 +73,7 @@ def test_wait_is_as_long_as_the_moves_take():
     every_A = torch.arange(2 * rows, device=device)
 
     def waits_of_pages():
-        """Return the stream's wait for each half of the rows: the second evicts the first."""
+        """Return the stream's wait for each half of the rows."""
         engine, seconds = RowCache(table, rows, device), []
         for is_wanted_A in (every_A < 1, every_A < rows, every_A >= rows):
             before = engine.stats.wait_seconds

@@ -251,7 +251,7 @@ class CpuKernels(Kernels):
         if is_borrowed:
             _, grad_UD, pairs_U = rows.merge(self.threads)
             counted_U = pairs_U if self.shape.count_pairs else None
-            rows = RowGrads(view.slot_of_A, None, grad_UD, counted_U, None)
+            rows = RowGrads(view.slot_of_A, None, grad_UD.contiguous(), counted_U, None)
         return Grads(rows, loss, count)
 
     def sum_by_row(

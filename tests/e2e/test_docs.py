@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.bench import plot, tables
+from tests.support.each_case import each_case
 from w2v.api import cli
 from w2v.config import TYPES, load_config, shipped_config
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = [README, ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+each_doc = each_case("doc", DOCS)
 
 
 def lines_of(*programs):
@@ -92,7 +93,7 @@ def test_generated_tables_agree_with_their_files():
         assert tables.MARKED.search(text) and text == tables.render(text), f"{doc}: run make docs"
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@each_case("theme", ["light", "dark"])
 def test_picture_of_readme_has_the_figures_of_the_tables(theme):
     picture = (ROOT / "docs" / f"summary-{theme}.svg").read_text(encoding="utf-8")
     shown = re.findall(r"<text[^>]*>([^<]+)</text>", picture)
@@ -112,9 +113,7 @@ def test_a_table_shows_the_cases_that_match(tmp_path, monkeypatch):
     assert made == "|  | time |\n| --- | --- |\n| case 1 | 2.00 ± 0.01 s |\n| case 2 |  |\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", ["train.py --help-config", "train.py a.b=3", "evaluate.py -h"]
-)
+@each_case("arguments", ["train.py --help-config", "train.py a.b=3", "evaluate.py -h"])
 def test_help_and_errors_import_nothing_heavy(arguments):
     command = [sys.executable, "-X", "importtime", *arguments.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import evaluate
+from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from tests.support.processes import run_python
 from tests.support.runs import scores_of, write_run
@@ -91,7 +92,7 @@ def use(folder):
         assert all(np.isfinite(column).all() for column in curve.values())
 
 
-@pytest.mark.parametrize("value", [*VALUES.values(), REMOVED], ids=[*VALUES, "removed"])
+@each_case("value", [*VALUES.values(), REMOVED])
 def test_any_value_of_any_key_is_read_or_refused(tmp_path, value):
     run = make_run(tmp_path / "run")
     scores = whole_scores()
@@ -141,8 +142,8 @@ FILES = "config.yaml", "scores.json", "metrics.jsonl", "env.txt"
 
 
 @pytest.mark.usefixtures("script")
-@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "bytes", "nested"])
+@each_case("name", FILES)
 def test_any_file_in_place_of_another(tmp_path, capsys, name, kind):
     run = write_run(tmp_path / "run", metrics=LINES[:1])
     export.save(kv_of("abc", np.eye(3, dtype=np.float32)), run, ["kv"])

@@ -86,7 +86,7 @@ def test_a_model_trains_as_with_nn_embedding(tmp_path, storage, device, cached, 
 
 
 @somewhere
-@pytest.mark.parametrize("how", ["twice in a forward pass", "accumulated"])
+@each_case("how", ["twice in a forward pass", "accumulated"])
 def test_gradients_of_several_forward_passes_are_summed(tmp_path, storage, device, how):
     paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer="Adam")
     dense, dense_optimizer = dense_twin(paged, "Adam")
@@ -104,7 +104,7 @@ def test_gradients_of_several_forward_passes_are_summed(tmp_path, storage, devic
 
 
 @somewhere
-@pytest.mark.parametrize("name, sparse", [("Adam", "SparseAdam"), ("SGD", "SGD")])
+@each_case("name, sparse", [("Adam", "SparseAdam"), ("SGD", "SGD")])
 def test_rows_outside_the_batch_stay_as_with_sparse_adam(tmp_path, storage, device, name, sparse):
     paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer=name)
     dense, _ = dense_twin(paged, sparse=True)
@@ -130,7 +130,7 @@ RULES = [
 
 
 @somewhere
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@each_case("rules", RULES)
 def test_rules_of_nn_embedding_hold(tmp_path, storage, device, rules):
     paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer="Adamax", **rules)
     if "padding_idx" in rules:
@@ -259,8 +259,8 @@ def test_a_checkpoint_of_sparse_adam_goes_on():
     torch.testing.assert_close(weights(table), dense.weight.detach())
 
 
-@each_case("step", ["table", "row"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("step", ["table", "row"])
+@each_case("name", OPTIMIZERS)
 def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):
     """Use state dicts for float32; `save` also keeps the seed of bfloat16."""
     settings = {"optimizer": name, "step": step, "dtype": torch.float32}
@@ -291,7 +291,7 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):
 
 
 @everywhere
-@pytest.mark.parametrize("seed", [0, 1])
+@each_case("seed", [0, 1])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_any_order_of_uses_equals_sparse_gradients_of_torch(tmp_path, storage, device, seed):
     """Passes, steps, writes and copies come in random order."""

@@ -43,7 +43,7 @@ def test_split_table_trains_like_a_joint_one(storage, state_storage, device, nam
 
 
 @everywhere
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_case("dtype", [torch.float32, torch.bfloat16])
 def test_split_table_is_written_saved_and_loaded(tmp_path, storage, state_storage, device, dtype):
     settings = {"optimizer": "Adam", "device": device, "dtype": dtype}
     settings |= {"storage": storage, "state_storage": state_storage}
@@ -59,7 +59,7 @@ def test_split_table_is_written_saved_and_loaded(tmp_path, storage, state_storag
     assert other.table.scalars == table.table.scalars
 
 
-@pytest.mark.parametrize(
+@each_case(
     "settings, words",
     [
         ({"optimizer": "SGD", "state_storage": "cpu"}, "state_storage='cpu': .*leave"),

@@ -49,7 +49,7 @@ def test_equal_ids_count_together_and_other_rows_stay(tmp_path, storage, device)
 
 
 @somewhere
-@pytest.mark.parametrize("step", ["table", "row"])
+@each_case("step", ["table", "row"])
 def test_without_a_backward_pass_a_step_changes_nothing(tmp_path, storage, device, step):
     table, optimizer = trainable(tmp_path, storage, device, optimizer="NAdam", step=step)
     records, state = table.store.table.records_VR.clone(), optimizer_state(table)
@@ -106,7 +106,7 @@ def test_there_may_be_no_ids(tmp_path, storage, device):
 
 
 @somewhere
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_case("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_tables_learn(tmp_path, storage, device, dtype):
     table, optimizer = trainable(tmp_path, storage, device, dtype=dtype)
     target = torch.randn(ROWS, DIM).to(device)
@@ -286,7 +286,7 @@ def saved_and_loaded(pair):
 
 
 @pytest.mark.parametrize("state_storage", [None, "cpu"])
-@pytest.mark.parametrize(
+@each_case(
     "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), saved_and_loaded]
 )
 def test_a_copy_trains_on_by_itself(tmp_path, duplicate, state_storage):
@@ -325,7 +325,7 @@ def test_a_model_may_be_made_within_the_meta_device():
     assert model([1]).shape == (1, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_case("dtype", [torch.float32, torch.bfloat16])
 def test_tables_and_ids_are_not_on_the_default_device(tmp_path, dtype):
     """The meta device stands for the GPU of torch.set_default_device."""
 
@@ -413,7 +413,7 @@ def step_rows(module, optimizer, ids, number):
 
 
 @pytest.mark.parametrize("trained_steps", [0, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_case("name", OPTIMIZERS)
 def test_state_exchanged_with_torch_gives_the_same_next_steps(name, trained_steps):
     """When state is exchanged, rows from 3 on have made no step."""
     for to_torch in (True, False):
@@ -539,7 +539,7 @@ def test_pretrained_rows_are_frozen_unless_asked(tmp_path):
 
 
 @somewhere
-@pytest.mark.parametrize("step", ["table", "row"])
+@each_case("step", ["table", "row"])
 def test_a_table_grows(tmp_path, storage, device, step):
     if storage == "mmap":
         table = embedding(tmp_path, storage, device)
@@ -584,7 +584,7 @@ def test_two_runs_on_one_file_train_as_one_run_in_memory(tmp_path):
     assert tables[0].scalars == tables[1].scalars
 
 
-@pytest.mark.parametrize("share", [0, "20%", "100%"])
+@each_case("share", [0, "20%", "100%"])
 def test_cached_rows_of_a_file_are_written_when_its_table_goes(tmp_path, share):
     def open_file():
         table = PagedEmbedding(
@@ -603,7 +603,7 @@ def test_cached_rows_of_a_file_are_written_when_its_table_goes(tmp_path, share):
 
 
 @somewhere
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_case("dtype", [torch.float32, torch.bfloat16])
 def test_save_and_load(tmp_path, storage, device, dtype):
     table, optimizer = trainable(tmp_path, storage, device, optimizer="Adam", dtype=dtype)
     for batch in batches(2):
@@ -706,7 +706,7 @@ def test_a_cache_changes_no_bit(device, share, settings, ahead):
 
 
 @devices
-@pytest.mark.parametrize(("ahead", "plans"), [(1, 12), (3, 12), (4, 6), (6, 4)])
+@each_case("ahead, plans", [(1, 12), (3, 12), (4, 6), (6, 4)])
 def test_batches_that_move_together_take_one_plan(device, ahead, plans, monkeypatch):
     counts = []
     prefetch = RowCache.prefetch
@@ -907,8 +907,8 @@ BAGS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", BAGS, ids=str)
 @pytest.mark.parametrize("storage", ["cuda", "pinned"])
+@each_case("settings", BAGS)
 def test_fused_bags_of_any_size_are_those_of_torch_but_for_rounding(storage, settings):
     runs = []
     for fused in (False, True):
@@ -949,7 +949,7 @@ def test_fused_bags_that_torch_would_refuse_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_case("dtype", [torch.bfloat16, torch.float16])
 def test_fused_steps_of_16_bit_tables_learn(dtype):
     (table, _), optimizer = two_tables("25%", "cuda", "Adamax", fused=True, dtype=dtype)
     target = torch.randn(12, DIM, device="cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.pairwise import pairwise
+from tests.support.each_case import each_case
 from w2v.rows import link as links
 from w2v.rows.link import Link, MappedLink, StagedLink, link_between
 from w2v.rows.table import RowState, Table
@@ -33,13 +33,15 @@ def random_rows(count, most=ROWS, seed=1):
     return torch.randperm(most, generator=torch.Generator().manual_seed(seed))[:count]
 
 
-@pairwise(
-    {
-        "place": LINKS,
-        "dim, states": [(32, 0), (100, 2), (128, 2), (300, 1), (1, 0)],
-        "count": [0, 1, 37, ROWS],
-        "with_slots": [False, True],
-    }
+@pytest.mark.parametrize("place", LINKS)
+@pytest.mark.parametrize("with_slots", [False, True])
+@each_case(
+    "dim, states, count",
+    [
+        (dim, states, count)
+        for dim, states in [(32, 0), (100, 2), (128, 2), (300, 1), (1, 0)]
+        for count in (0, 1, 37, ROWS)
+    ],
 )
 def test_read_and_write_move_exactly_the_given_rows(place, with_slots, dim, states, count):
     storage, device, kind = PLACES[place]

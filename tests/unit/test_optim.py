@@ -24,7 +24,6 @@ WITH_ARGS = [
 EVERY = [(name, {}) for name in OPTIMIZERS] + WITH_ARGS
 GPU = pytest.mark.gpu
 STORAGES = ["cpu", pytest.param("cuda", marks=GPU), pytest.param("pinned", marks=GPU)]
-every_optimizer = pytest.mark.parametrize("name, args", EVERY, ids=str)
 both_step_counts = pytest.mark.parametrize("step", ["table", "row"])
 
 
@@ -106,7 +105,7 @@ def test_stepping_some_rows_equals_a_dense_run_of_those_rows(name, args, step, s
     assert torch.equal(table.records_VR.cpu()[rest], untrained.records_VR.cpu()[rest])
 
 
-@every_optimizer
+@each_case("name, args", EVERY)
 def test_steps_counted_by_row_equal_a_dense_run_of_each_row_alone(name, args):
     config = OptimizerConfig(name=name, args=args, lr=LR, step="row")
     generator = torch.Generator().manual_seed(3)

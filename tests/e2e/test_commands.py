@@ -15,6 +15,7 @@ import pytest
 from gensim.models import KeyedVectors
 
 import evaluate
+from tests.support.each_case import each_case
 from w2v.vectors import export
 
 ROOT = Path(__file__).parents[2]
@@ -174,7 +175,7 @@ def test_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/x: No space left on device")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "message"),
     [
         (["nn", "{run}", "b1", "Nowhere"], "'Nowhere' is not in the vocabulary"),

@@ -12,6 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.support.each_case import each_case
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
 model.vector_size=16 model.window=2 vocab.min_count=1 train.epochs=2 train.batch_size=128
@@ -52,7 +54,8 @@ def new_process(corpus, tmp_path_factory):
     """Train in a new process; return the run folder and the output."""
     folder = tmp_path_factory.mktemp("new-process")
     settings = [*paths(corpus, folder), *SETTINGS]
-    code = f"import sys, train; assert train.main({settings}) == 0"
+    code = "import sys, torch, train, w2v; w2v.PagedEmbedding(3, 2)(torch.tensor([1]));"
+    code += f"assert train.main({settings}) == 0"
     code += "; print('found', {'gensim', 'torch._dynamo'} & {*sys.modules})"
     done = python("-c", code, PYTHONHASHSEED="7")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,7 +96,8 @@ def test_a_report_is_written_where_plotly_is_installed(
 
 
 def test_run_on_the_cpu_imports_neither_gensim_nor_torchs_compiler(new_process):
-    # They take 50 and 70 MiB; a run is to take no more memory than gensim's.
+    # They take 50 and 70 MiB; a run is to take no more memory than gensim's. An embedding that is
+    # used without an optimizer of torch does not load the compiler either.
     run, output = new_process
     assert "found set()" in output and (run / "scores.json").exists()
 
@@ -181,7 +185,7 @@ def test_vectors_depend_on_the_seed_and_not_on_hashes(new_process, train):
     assert first == second != third
 
 
-@pytest.mark.parametrize(
+@each_case(
     "argument, words",
     [
         ("optimizer.lrr=1", "unknown key 'optimizer.lrr'"),  # before the text is read
@@ -206,6 +210,7 @@ def test_help_needs_no_torch():
 
 ENDING = """
 import atexit, threading, time
+from tests.support.each_case import each_case
 from w2v.system import process
 class Slow:
     def __del__(self): print("torn down")

@@ -179,7 +179,7 @@ def test_pages_of_a_loader_that_ends_early(error, device):
 
 
 @devices
-@pytest.mark.parametrize("leave", ["break", "raise", "skip"])
+@each_case("leave", ["break", "raise", "skip"])
 def test_a_page_that_is_left_before_its_step(leave, device):
     plain, (table, optimizer) = cached_pair(device=device)
     batches = ids_of(*([row, row + 9, 3] for row in range(12)))

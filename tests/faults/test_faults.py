@@ -210,7 +210,7 @@ def joined(data):
     return data.replace(b"\n", b" ")
 
 
-@pytest.mark.parametrize("change", [swapped, shuffled, joined])
+@each_case("change", [swapped, shuffled, joined])
 def test_resuming_with_another_text_of_the_same_words(tiny_run, run_main, change):
     with changed(tiny_run.parents[1] / "text.txt", change):
         status, error = run_main(train, "--resume", tiny_run, "train.epochs=9")

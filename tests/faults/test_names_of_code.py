@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.support.each_case import each_case
 from tests.support.tiny import tiny_arguments
 from w2v.api import cli
 
@@ -48,7 +49,7 @@ def test_a_config_file_imports_nothing(tmp_path, marker, capsys, more):
     assert marker.exists()
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"], ["train.epochs=2"]])
+@each_case("more", [[], ["--dry-run"], ["train.epochs=2"]])
 def test_a_run_folder_imports_nothing(tmp_path, tiny_run, marker, capsys, more):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
@@ -84,7 +85,7 @@ def test_compare_and_sweep_import_nothing(tmp_path, marker, capsys, command):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("command", ["nn", "score", "export", "report"])
+@each_case("command", ["nn", "score", "export", "report"])
 def test_commands_that_read_a_run_import_nothing(tmp_path, tiny_run, marker, command):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

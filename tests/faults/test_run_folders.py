@@ -175,7 +175,7 @@ sys.exit(evaluate.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("command", "shown"),
     [
         (["nn", "run", "word[2Jx"], "nearest spellings"),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from tests.support.steps import (
     make_step,
@@ -102,7 +103,7 @@ def test_sequential_sgd_equals_a_reference_step_for_each_center(
         assert (table.records_VR[:, dim:] == beside).all()  # what is beside the weights
 
 
-@pytest.mark.parametrize("name, threads", [("Adam", 1), ("Adam", 4), ("SGD", 1), ("NAdam", 2)])
+@each_case("name, threads", [("Adam", 4), ("SGD", 1), ("NAdam", 2)])
 @MODELS
 def test_training_repeats_bit_for_bit(model, name, threads):
     config = OptimizerConfig(name=name, lr=0.02)
@@ -177,7 +178,7 @@ def test_only_plain_sgd_steps_center_by_center():
     assert not is_plain_sgd(name="Adam")
 
 
-@pytest.mark.parametrize("objective", [Objective(), CBOW, CBOW._replace(mean=False)], ids=str)
+@each_case("objective", [Objective(), CBOW, CBOW._replace(mean=False)])
 @pytest.mark.parametrize("hs, negative", [(False, 1), (True, 0), (True, 1)])
 def test_sequential_sgd_is_gensims(objective, hs, negative):
     """Compare with gensim, all of whose negatives are one word here.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.rows import ops
@@ -109,7 +110,7 @@ def test_fused_tables_equal_those_of_torch(shape, paddings, ahead, unused):
         torch.testing.assert_close(mine.weight, its.weight.detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@each_case("dim", [0, 1, 2])
 def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, monkeypatch):
     seen = []
     sums = ops.sum_gradients

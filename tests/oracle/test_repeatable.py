@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.steps import records
 from tests.support.zipf import zipf_text
 from w2v.config import load_config
@@ -40,8 +41,8 @@ def train(words, *assignments):
     return torch.stack(losses).cpu(), records(loop.step), planned.kernels
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop"])
 @pytest.mark.parametrize("engine", ["train.device=cpu", *ON_GPU])
+@each_case("optimizer", ["Adam", "RMSprop"])
 def test_two_deterministic_runs_are_equal(engine, optimizer):
     name = f"optimizer.name={optimizer}"
     run = 20_000, "train.deterministic=true", "train.epochs=2", name, *engine.split()
@@ -72,7 +73,7 @@ def test_deterministic_mode_gives_sequential_sgd_one_thread(deterministic):
         pytest.param("transfer.gpu_bytes=60% train.kernels=reference", marks=GPU),
     ],
 )
-@pytest.mark.parametrize("precision", ["float32", "amp", "bf16", "fp16"])
+@each_case("precision", ["float32", "amp", "bf16", "fp16"])
 def test_losses_are_finite_over_twenty_epochs(precision, place):
     eps = 1e-3 if precision == "fp16" else 1e-8  # as the warning says
     optimizer = f"optimizer.name=Adam optimizer.args.eps={eps} train.precision={precision}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # torch's optimizers import it, for two seconds
 
 from w2v import PagedEmbedding
 from w2v.distributed import ranks

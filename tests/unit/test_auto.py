@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from w2v.config import ConfigError, OptimizerConfig, load_config
 from w2v.text.vocab import Vocab
 from w2v.training import build, plan
@@ -202,7 +203,7 @@ def test_the_cap_of_sgd_follows_its_rate():
     assert auto.choose(whole, vocab_of([50] * 40)).config.optimizer.occurrence_cap == 320
 
 
-@pytest.mark.parametrize(
+@each_case(
     "kernels, settings, count, shrink_by",
     [
         ("cuda", [], 500, "weigh"),
@@ -240,7 +241,7 @@ def test_the_rate_falls_with_steps_but_not_with_smaller_batches():
     assert small.optimizer.lr == few.optimizer.lr > many.optimizer.lr
 
 
-@pytest.mark.parametrize(
+@each_case(
     "counts, sample",
     [
         ([1000] * 5 + [100] * 150, 0.005),
@@ -248,7 +249,6 @@ def test_the_rate_falls_with_steps_but_not_with_smaller_batches():
         ([10**6] * 100 + [10] * 10_000, 0.00178),
         ([9, 1], 0.5),
     ],
-    ids=["the median word is kept", "many words", "a part of the text is kept", "two words"],
 )
 def test_frequent_words_are_subsampled(counts, sample):
     chosen = auto.choose(load_config(), vocab_of(sorted(counts, reverse=True)))
@@ -273,7 +273,7 @@ def test_what_is_set_by_hand_is_kept():
     assert own.optimizer.args["eps"] == 1e-4
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name, setting, value",
     [("SGD", "occurrence_cap", 0), ("ASGD", "step", "row"), (None, "step", "table")],
 )
@@ -286,7 +286,7 @@ def test_settings_by_hand_are_kept_where_the_rate_is_auto(kernels, name, setting
     assert chosen.lr > 0
 
 
-@pytest.mark.parametrize(
+@each_case(
     "kernels, precision, step",
     [("cuda", "float32", "row"), ("cuda", "bf16", "table"), ("reference", "float32", "table")],
 )

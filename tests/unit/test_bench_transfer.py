@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.bench import measure, transfer
+from tests.support.each_case import each_case
 
 
-@pytest.mark.parametrize("count, sets", [(10, measure.CALLS), (300, 3), (1000, 1)])
+@each_case("count, sets", [(10, measure.CALLS), (300, 3), (1000, 1)])
 def test_row_sets_share_no_row(count, sets):
     drawn = measure.row_sets(1000, count, device="cpu")
     assert [len(rows) for rows in drawn] == [count] * sets

@@ -35,7 +35,7 @@ def save(folder, step=1, room=NONE, tables=None, **state):
     return keeper
 
 
-@pytest.mark.parametrize("room", [NONE, SOME, ALL])
+@each_case("room", [NONE, SOME, ALL])
 def test_round_trip(tmp_path, room):
     state = {"lr": 0.1 + 0.2, "words": ["é\n", None]}
     save(tmp_path, 12, room, **state)
@@ -117,7 +117,7 @@ def test_scalars_are_saved_for_each_rank(tmp_path, room):
     assert [checked(together(size, read)) for size in (1, 2, 4)] == [[0], [0, 1], [0, 1, 2, 0]]
 
 
-@pytest.mark.parametrize("room", [NONE, SOME, ALL])
+@each_case("room", [NONE, SOME, ALL])
 @pytest.mark.parametrize("broken", ["input-rank-1", "manifest"])
 def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
     tmp_path, monkeypatch, room, broken

@@ -276,7 +276,7 @@ def test_bash_completes(typed, expected, capsys):
     assert set(done.stdout.split()) == expected, done.stderr
 
 
-@pytest.mark.parametrize("line", ["--help", "train --help", "compare --help", "sweep --help"])
+@each_case("line", ["--help", "train --help", "compare --help", "sweep --help"])
 def test_help_imports_nothing_heavy(line):
     code = f"import sys, json\nfrom w2v.api import cli\ntry: cli.main({line.split()})\n"
     code += "except SystemExit: pass\nprint(json.dumps(list(sys.modules)))"

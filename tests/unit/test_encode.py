@@ -101,7 +101,7 @@ def test_any_text_is_read_as_in_plain_python(
     assert sorted(folder.iterdir()) == files
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress])
+@each_case("pack", [bytes, gzip.compress, bz2.compress])
 def test_a_text_of_many_blocks(tmp_path, monkeypatch, pack):
     rng = np.random.default_rng(1)
     words = [f"wörd-number-{n}" if n % 3 else f"w{n}" for n in rng.zipf(1.3, 60_000) % 5000]

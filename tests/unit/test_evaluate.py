@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.planted import kv_of, planted, write_questions
 from w2v.vectors import evaluate
 from w2v.vectors.datasets import EvaluationError, in_gensim, judged_pairs
@@ -23,9 +24,9 @@ def assert_equals_gensim(words, vectors, path, restrict_vocab=None, device="cpu"
     return ours
 
 
-@pytest.mark.parametrize("restrict_vocab", [None, 300_000, 400])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("block", [(512, 4096), (7, 11)])
+@each_case("restrict_vocab", [None, 300_000, 400])
 def test_equals_gensim_on_planted_analogies(tmp_path, monkeypatch, restrict_vocab, device, block):
     words, vectors, sections = planted()
     path = write_questions(tmp_path / "q.txt", sections)

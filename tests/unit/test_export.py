@@ -158,7 +158,7 @@ def saved_by(size, folder, dtype=torch.float32, formats=("kv", "bin"), step=7):
     return rows_VD
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@each_case("size", [1, 2, 3, 4])
 def test_rows_of_ranks_are_saved_as_gensim_saves_them(tmp_path, monkeypatch, size):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     folder = tmp_path / "run"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from tests.support.steps import expand_words
 from w2v.config import ConfigError, ModelConfig
 from w2v.word2vec import heldout
@@ -44,7 +45,7 @@ def test_chosen_sentences_are_evenly_spread_and_of_about_the_right_size(lengths,
     assert len(gaps) == 0 or 0 < gaps.max() <= gaps.min() + 1
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+@each_case("batch_size", [1, 7, 1000])
 def test_all_but_the_held_out_sentences_is_trained_on(batch_size):
     text = make_text(np.random.default_rng(0).integers(2, 30, 90), 200)
     sampler = Sampler(text, ModelConfig(window=3), batch_size, 1, CPU)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.processes import run_python
 from tests.support.steps import make_table, problem, with_tree
 from tests.support.structs import TYPES, as_structure
@@ -300,7 +301,7 @@ def mark_rows_args(**changes):
     return args | {"words": torch.zeros(1, dtype=torch.int32)} | changes
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changes, message",
     [
         ({"row": torch.arange(4)}, "mark_rows of cache.cu has no parameter row"),
@@ -311,7 +312,6 @@ def mark_rows_args(**changes):
         ({"count": torch.tensor(4)}, "count is long long, not 4"),
         ({"count": None}, "count is long long, not None"),
     ],
-    ids=str,
 )
 def test_arguments_of_other_names_types_and_places_are_refused(mark_rows, changes, message):
     mark_rows(1, **mark_rows_args())
@@ -321,7 +321,7 @@ def test_arguments_of_other_names_types_and_places_are_refused(mark_rows, change
         mark_rows.bind(**changes)
 
 
-@pytest.mark.parametrize("count", [2**63, 0.5, "4"])
+@each_case("count", [2**63, 0.5, "4"])
 def test_numbers_that_a_parameter_cannot_hold_are_refused(mark_rows, count):
     with pytest.raises(ValueError, match="mark_rows of cache.cu: count is long long, not"):
         mark_rows(1, **mark_rows_args(count=count))

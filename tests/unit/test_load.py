@@ -335,7 +335,7 @@ def test_words_for_queries_are_those_of_keyed_vectors(tmp_path, sep_limit):
         load.load_words(tmp_path / "x.kv")
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4])
+@each_case("protocol", [2, 3, 4])
 @pytest.mark.parametrize("apart", [[], ["vectors"]])
 def test_all_that_gensim_saves_is_loaded(tmp_path, protocol, apart):
     model = Word2Vec([["a", "b", "Zürich"]] * 9, vector_size=4, min_count=1, epochs=1, hs=1)
@@ -355,8 +355,9 @@ def test_all_that_gensim_saves_is_loaded(tmp_path, protocol, apart):
         assert np.array_equal(load.load(path).vectors, model.wv.vectors)
 
 
-@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4"])
-@pytest.mark.parametrize("order", ["C", "F"])
+@each_case(
+    "dtype, order", [(dtype, order) for dtype in ("<f2", "<f4", "<f8", ">f4") for order in "CF"]
+)
 def test_floats_of_any_size_and_order_are_loaded(tmp_path, dtype, order):
     kv = kv_of(["the", "paris", "of"], np.eye(3))
     expected = np.arange(6).reshape(3, 2)
@@ -380,7 +381,7 @@ def test_a_file_that_would_block_is_refused(tmp_path, name):
         load.load(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["x", "# step x", f"{'0' * 64}  vectors.kv./../../fifo"])
+@each_case("line", ["x", "# step x", f"{'0' * 64}  vectors.kv./../../fifo"])
 def test_checksums_that_name_no_files_are_refused(tmp_path, line):
     export.save(kv_of(["the", "paris"], np.eye(2)), tmp_path, ["kv"])
     (tmp_path / "vectors.sha256").write_text(f"{line}\n")

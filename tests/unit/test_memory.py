@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from w2v.config import ConfigError, load_config
 from w2v.distributed.ranks import Ranks
 from w2v.rows.optim import RowOptimizer
@@ -73,7 +74,7 @@ def with_cache(rows):
     return f"transfer.gpu_bytes={rows * RECORD}"
 
 
-@pytest.mark.parametrize("name, dim", [("Adam", 7), ("SGD", 128), ("NAdam", 33)])
+@each_case("name, dim", [("Adam", 7), ("SGD", 128), ("NAdam", 33)])
 def test_table_bytes_are_those_of_tables(name, dim):
     task = make_task(f"optimizer.name={name}", f"model.vector_size={dim}", counts=11)
     layout = task.optimizer.states(dim), task.optimizer.scalars, "cpu"
@@ -162,7 +163,7 @@ def test_a_batch_takes_no_more_than_the_text_and_the_vocabulary_have():
         assert with_setting(task, "model.negative", 50).batch_bytes() > task.batch_bytes()
 
 
-@pytest.mark.parametrize("words, pool", [(5_000, 0), (5_000, 3_000), (150_000, 0), (5_000_000, 0)])
+@each_case("words, pool", [(5_000, 0), (5_000, 3_000), (150_000, 0), (5_000_000, 0)])
 def test_expected_rows_are_those_of_drawn_words(words, pool):
     counts_V = 1e9 / np.arange(1, words + 1)
     task = make_task(f"model.negative_pool={pool}", counts=counts_V)
@@ -268,7 +269,7 @@ def test_plan_says_how_checkpoints_are_written():
     assert "if a signal ends training" in saving(*never)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "free, problem, remedy",
     [
         ({"host": 3 * GIB}, "CPU memory: 3.[0-9] GiB of 3.0 GiB free", "vocab.max_final_vocab"),
@@ -296,10 +297,8 @@ def test_limit_on_locked_memory_counts():
         run.check()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [MemoryError("cannot pin"), torch.OutOfMemoryError("CUDA"), OSError(12, "No memory")],
-    ids=repr,
+@each_case(
+    "error", [MemoryError("cannot pin"), torch.OutOfMemoryError("CUDA"), OSError(12, "No memory")]
 )
 def test_failing_allocation_is_explained(error):
     expected = r"^CPU memory ran out \(.*\): .* GiB of 1000.0 GiB free; set a smaller vocab"
@@ -307,7 +306,7 @@ def test_failing_allocation_is_explained(error):
         raise error
 
 
-@pytest.mark.parametrize(
+@each_case(
     "run, message, change",
     [
         (make_run(), "can't allocate memory", " transfer.table_dir=FOLDER"),

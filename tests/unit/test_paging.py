@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from tests.support.zipf import zipf_text
 from w2v.config import ModelConfig
@@ -65,7 +66,7 @@ def test_page_has_the_most_steps_that_leave_room_for_the_next_page(batches, step
         assert marks_A is None
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 5])
+@each_case("number", [0, 1, 2, 5])
 def test_text_of_few_batches_gets_pages_of_few_steps(batches, number):
     paging, _ = choose_paging(iter(batches[:number]), KERNELS, marks([]), ROWS)
     assert paging.steps == max(1, {5: 4}.get(number, number) // 2) <= MOST_STEPS
@@ -92,7 +93,7 @@ def rows_that_stay(chunks, page_marks_A, window):
     return int((page_marks_VT | stays_V[:, None]).sum())
 
 
-@pytest.mark.parametrize("slots", [2_500, 4_000, 6_000, 8_000, ROWS])
+@each_case("slots", [2_500, 4_000, 6_000, 8_000, ROWS])
 def test_rows_of_the_lookahead_window_fit_into_their_share_of_the_cache(text, batches, slots):
     size = 5_000
     chunks = text.ids_N[: len(text.ids_N) // size * size].reshape(-1, size)

@@ -245,14 +245,14 @@ def engine_of(config, machine, device, table_bytes):
     return choose_engine(task)
 
 
-@pytest.mark.parametrize("gib, engine", [(1, "resident"), (98, "resident"), (99, "mapped")])
+@each_case("gib, engine", [(1, "resident"), (98, "resident"), (99, "mapped")])
 def test_tables_stay_on_the_gpu_if_they_fit(gib, engine):
     chosen, reason = engine_of(configured(), WITH_GPU, GPU, gib * 2**30)
     assert chosen == engine
     assert f"{gib}.0 GiB" in reason and "100.0 GiB free" in reason
 
 
-@pytest.mark.parametrize("room, engine", [("50%", "mapped"), ("0", "mapped"), ("1GiB", "resident")])
+@each_case("room, engine", [("50%", "mapped"), ("0", "mapped"), ("1GiB", "resident")])
 def test_tables_that_exceed_the_memory_given_are_paged(room, engine):
     given = configured(f"transfer.gpu_bytes={room}")
     assert engine_of(given, WITH_GPU, GPU, 2**30)[0] == engine
@@ -374,7 +374,7 @@ def test_16_bit_products_that_no_kernel_makes_are_warned_of(kernels, warned, cap
     assert ("train.precision=amp" in caplog.text) == ("precision=bf16" in caplog.text) == warned
 
 
-@pytest.mark.parametrize("given", ["20", "0.5", "0.001%"])
+@each_case("given", ["20", "0.5", "0.001%"])
 def test_a_cache_without_room_for_a_row_is_refused_unless_it_is_0(given, monkeypatch):
     monkeypatch.setattr(Machine, "here", lambda ranks: WITH_GPU)
     text, settings = zipf_text(100, 10_000), ("vocab.min_count=1", "transfer.engine=staged")
@@ -558,7 +558,7 @@ def test_lookahead_changes_no_bit_and_reads_fewer_rows(one_thread):
     assert rows_read[0] == 0 < rows_read[1] < 0.9 * rows_read[2]
 
 
-@pytest.mark.parametrize("centers, threads", [(16, 1), (512, 1), (700, 2), (65536, 4)])
+@each_case("centers, threads", [(16, 1), (512, 1), (700, 2), (65536, 4)])
 def test_small_steps_take_few_threads(centers, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     config = configured(f"train.batch_size={centers}", "model.vector_size=100", "model.window=5")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.each_case import each_case
 from w2v.system import process
 from w2v.system.process import Signals, cores, describe_environment, git_commit
 
@@ -25,7 +26,7 @@ def run_code(code):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("quota, count", [(math.inf, 3), (4.0, 3), (1.2, 2), (0.1, 1)])
+@each_case("quota, count", [(math.inf, 3), (4.0, 3), (1.2, 2), (0.1, 1)])
 def test_cores_are_those_that_may_be_busy(monkeypatch, quota, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6})
     monkeypatch.setattr(process, "cpu_quota", lambda: quota)
@@ -35,7 +36,7 @@ def test_cores_are_those_that_may_be_busy(monkeypatch, quota, count):
     assert os.environ.get("OMP_NUM_THREADS") == (str(count) if count < 3 else None)
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@each_case(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_signal_ends_with_its_status(name, status):
     done = run_code(f"with process.Signals(): os.kill(os.getpid(), signal.{name})")
     assert (done.returncode, done.stderr) == (status, "")
@@ -99,7 +100,7 @@ def test_ignored_signals_stay_ignored():
     assert (done.returncode, done.stdout) == (0, "1\n")
 
 
-@pytest.mark.parametrize("closed", [(2,), (1,), (0, 1, 2)])
+@each_case("closed", [(2,), (1,), (0, 1, 2)])
 def test_closed_streams_take_no_other_file(closed, tmp_path):
     code = f"""
 import os, sys

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import evaluate
+from tests.support.each_case import each_case
 from tests.support.runs import scores_of, write_run
 from w2v.api import compare
 from w2v.config import TYPES, load_config, save_config
@@ -98,7 +99,7 @@ def test_a_run_that_trains_is_read_up_to_its_last_whole_line(tmp_path):
     assert len(read(folder).metrics) == 1 and read(folder).scores["words"] is None
 
 
-@pytest.mark.parametrize("content", ["{\n", "3\n", "[" * 9999, "a: &a [1]\nb: *a\n"])
+@each_case("content", ["{\n", "3\n", "[" * 9999, "a: &a [1]\nb: *a\n"])
 @pytest.mark.parametrize("file", ["config.yaml", "scores.json"])
 def test_a_damaged_run_is_named(runs, file, content):
     (runs / "adam1" / file).write_text(content)
@@ -125,7 +126,7 @@ def test_curves_end_with_the_final_scores(runs):
     assert read(runs / "sgd").curve("analogies") == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("metric", "heading", "scale"),
     [("loss", "loss", 1), ("held_out_loss", "held-out loss", 1), ("analogies", "analogies %", 100)],
 )

@@ -103,7 +103,7 @@ def is_equal(batches, others):
     )
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@each_case("batch_size", [1, 3, 64])
 def test_full_windows_hold_exactly_the_neighbours_in_the_sentence(batch_size):
     sentences = [[0, 1, 2, 3], [4], [5, 6]]
     sampler = make_sampler(sentences, 7, batch_size, window=2, shrink_windows=False)
@@ -133,7 +133,7 @@ def test_every_kept_word_is_a_center_once_and_batches_are_nearly_equal():
     assert all(90 <= len(batch.windows_B) <= 100 for batch in batches)
 
 
-@pytest.mark.parametrize("words", [5, 400, 4_003])
+@each_case("words", [5, 400, 4_003])
 def test_batches_mix_blocks_whose_words_stay_together(words):
     text = [np.arange(0, words // 3), np.arange(words // 3, words)]
     sampler = make_sampler(text, words, 100, blocks=10, window=2, shrink_windows=False)
@@ -240,7 +240,7 @@ def test_negatives_follow_their_distribution(pool):
     assert torch.equal(counted_BK, drawn_BK != 0)
 
 
-@pytest.mark.parametrize("size", [2, 3, 7])
+@each_case("size", [2, 3, 7])
 @pytest.mark.parametrize("pool", [0, 4_000])
 def test_ranks_draw_more_negatives_of_their_own_and_all_from_the_whole_distribution(size, pool):
     noise = negative_distribution(np.arange(1000, 0, -1), 0.75)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
+from tests.support.each_case import each_case
 from w2v.vectors import significance
 
 
@@ -56,7 +57,7 @@ def test_so_many_more_seeds_are_enough():
     assert significance.test(np.array([0.5, 0.51, 0.5]), {}, {}).more_seeds == 0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("p", "text"),
     [(0.0123, "p = .012"), (0.584, "p = .58"), (0.0001, "p < .001"), (1.0, "p = 1"), (None, "not")],
 )

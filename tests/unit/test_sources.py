@@ -273,7 +273,7 @@ def test_a_stamp_tells_files_and_their_changes_apart(tmp_path):
         stamp([tmp_path / "gone"])
 
 
-@pytest.mark.parametrize(
+@each_case(
     "age, whole_seconds, waits",
     [(0.005, False, 0.015), (1, False, 0), (0.5, True, 1.5), (-3600, False, 0.02)],
 )

@@ -85,9 +85,7 @@ def test_given_batches_are_trained_in_place_of_the_samplers():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    "name, kernels", [("Adam", "auto"), ("Adam", "reference"), ("SGD", "auto")]
-)
+@each_case("name, kernels", [("Adam", "auto"), ("Adam", "reference"), ("SGD", "auto")])
 def test_divergence_names_step_learning_rate_and_remedy(name, kernels, device, rates):
     settings = f"optimizer.name={name}", f"train.kernels={kernels}", f"train.device={device}"
     loop = make_loop(*settings)

@@ -198,7 +198,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
 @pytest.mark.parametrize(  # few, as compiling a number of negatives takes seconds
     "dim, negative, objective",
     [
-        (1, 1, Objective()),
+        (1, 5, Objective()),
         (100, 5, Objective()),
         (33, 5, WEIGHTED),
         (100, 5, CBOW_MEAN),

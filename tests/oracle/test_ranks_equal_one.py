@@ -50,7 +50,7 @@ def some_batches(ranks, device, objective=SKIPGRAM):
     """Yield a rank's part of each batch, which may be empty."""
     rng = np.random.default_rng(6)
     for number in range(BATCHES):
-        batch, _ = problem(number, CENTERS, window=3, negative=4, rows=ROWS, sentence=7)
+        batch, _ = problem(number, CENTERS, window=3, negative=5, rows=ROWS, sentence=7)
         batch = batch._replace(objective=objective)
         cuts = sorted(rng.integers(0, CENTERS + 1, ranks.size - 1))
         if number % 3 == 0:

@@ -7,10 +7,7 @@ says otherwise.
 import contextlib
 import copy
 import gc
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
+from tests.support.processes import run_python
 from tests.support.rank_processes import Pool
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.config import OPTIMIZERS
@@ -453,16 +451,29 @@ def test_state_dicts_load_into_torch(pool, tmp_path):
 
 
 WITHOUT_ASSERTS = """
+import multiprocessing, sys
 from contextlib import closing
 from functools import partial
-from multiprocessing import get_context
+from importlib.machinery import SourceFileLoader
 import torch
+
+compiled = set()
+
+def get_code(loader, name):
+    compiled.add(name)
+    path = loader.get_filename(name)
+    return compile(loader.get_data(path), path, "exec", dont_inherit=True, optimize=1)
+
+SourceFileLoader.get_code = get_code
+for name in [name for name in sys.modules if name.split(".")[0] in ("w2v", "tests")]:
+    del sys.modules[name]
 from tests.oracle.test_sharded_embedding import SINGLE, trained
 from tests.support import processes
 from tests.support.rank_processes import Pool
-assert False, "python -O leaves asserts out"
+assert compiled > {"w2v.rows.shard", "w2v.rows.optimizer"}
 torch.set_num_threads(1)
-processes.PROCESSES = get_context("fork")  # no server has to load everything again
+multiprocessing.current_process()._config["daemon"] = False  # so that it may have children
+processes.PROCESSES = multiprocessing.get_context("fork")
 with closing(Pool(2)) as pool:
     for how in ("plain", "pages"):
         (_, several), _ = pool.run(partial(trained, how=how))
@@ -472,7 +483,6 @@ with closing(Pool(2)) as pool:
 
 
 def test_ranks_train_alike_without_asserts():
-    command = [sys.executable, "-O", "-c", WITHOUT_ASSERTS]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    """As under python -O, which would load torch anew."""
+    done = run_python(WITHOUT_ASSERTS)
     assert done.stdout.split() == ["True"] * 2, done.stderr

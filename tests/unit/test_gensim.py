@@ -18,7 +18,9 @@ from gensim.models import word2vec
 
 from tests.support.planted import kv_of
 from w2v import Word2Vec
+from w2v.system.simd import AT_ONCE
 from w2v.vectors import export, load
+from w2v.word2vec import cpu_loops
 
 
 class LogLines(logging.Handler):
@@ -74,6 +76,10 @@ def ours(monkeypatch):
     monkeypatch.setattr(test_word2vec, "word2vec", module)
     monkeypatch.setattr(test_similarities, "word2vec", module)
     monkeypatch.setattr(test_similarities, "Word2Vec", Word2Vec)
+    # Loops for the two negatives of most of these tests would be compiled for twelve seconds.
+    compiled = cpu_loops.compile_gradients
+    any_number = lambda most, *kind: compiled(AT_ONCE, *kind)  # noqa: E731
+    monkeypatch.setattr(cpu_loops, "compile_gradients", any_number)
 
 
 class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):

@@ -207,7 +207,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     ids=str,
 )
 @pytest.mark.parametrize("softmax", ["negatives", "tree", "both"])
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),
     centers=st.integers(1, 300),
@@ -288,7 +288,7 @@ def test_gradients_at_the_edges(kernels, edge, threads, objective, softmax):
     check_gradients(kernels, batch, weights_TVD, threads=threads)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     centers=st.integers(1, 100),

@@ -78,8 +78,7 @@ def ours(monkeypatch):
     monkeypatch.setattr(test_similarities, "Word2Vec", Word2Vec)
     # Loops for the two negatives of most of these tests would be compiled for twelve seconds.
     compiled = cpu_loops.compile_gradients
-    any_number = lambda most, *kind: compiled(AT_ONCE, *kind)  # noqa: E731
-    monkeypatch.setattr(cpu_loops, "compile_gradients", any_number)
+    monkeypatch.setattr(cpu_loops, "compile_gradients", lambda _, *kind: compiled(AT_ONCE, *kind))
 
 
 class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):

@@ -49,7 +49,7 @@ def check(path, folder, passes, threshold=10.0, min_count=1, **how):
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=30, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     lines=st.lists(st.lists(st.sampled_from("aaabcdé"), max_size=12), max_size=12),
     repeated=st.lists(st.lists(st.sampled_from("abcxyz"), min_size=1, max_size=3), max_size=3),

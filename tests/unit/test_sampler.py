@@ -343,7 +343,7 @@ def test_a_position_continues_anywhere(pool):
 
 
 @pytest.mark.parametrize("kernels", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     key=st.integers(0, 2**64 - 1),
     sizes=st.lists(st.integers(1, 3000), max_size=4),
@@ -407,7 +407,7 @@ def rank_samplers(lengths, world_size, seed=1, blocks=0):
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(lengths=LINES, world_size=st.integers(1, 5))
 def test_ranks_share_the_text(lengths, world_size):
     samplers = rank_samplers(lengths, world_size)
@@ -427,7 +427,7 @@ def test_parts_of_a_batch_are_rounded_up():
     assert [max(len(batch.windows_B) for batch in its.epoch()) for its in samplers] == [6] * 3
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     lengths=LINES,
     before=st.integers(1, 4),
@@ -457,7 +457,7 @@ def test_another_number_of_ranks_reads_what_is_left(lengths, before, after, step
         assert {*np.concatenate(read).astype(int)} == {*range(sum(lengths))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     lookahead=st.integers(1, 3),
     words=st.integers(60, 400),

@@ -774,7 +774,7 @@ def test_an_iterator_serves_each_call_that_reads_once(caplog):
 
 
 def trained_from_freq(word_freq, **arguments):
-    model = Word2Vec(**SMALL | {"min_count": 0, "negative": 2} | arguments)
+    model = Word2Vec(**SMALL | {"min_count": 0} | arguments)
     model.build_vocab_from_freq(word_freq)
     model.train(sentences(60), total_examples=60, epochs=2)
     return model

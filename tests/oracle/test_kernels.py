@@ -55,9 +55,9 @@ VARIANTS = [
     ("draw.cu", {}),
     ("unique.cu", {"WINDOW": 5, "TARGETS": 6, "PATHS": 0}),
     ("unique.cu", {"WINDOW": 20, "TARGETS": 0, "PATHS": 1}),
-    ("shard.cu", {"RANKS": 1, "ELEMENT": 0, "WIDE": 4}),
-    ("shard.cu", {"RANKS": 4, "ELEMENT": 1, "WIDE": 1}),
-    ("shard.cu", {"RANKS": 1000, "ELEMENT": 2, "WIDE": 4}),
+    ("peers.cu", {"RANKS": 1, "ELEMENT": 0, "WIDE": 4}),
+    ("peers.cu", {"RANKS": 4, "ELEMENT": 1, "WIDE": 1}),
+    ("peers.cu", {"RANKS": 1000, "ELEMENT": 2, "WIDE": 4}),
     *(
         ("gradients.cu", dict(zip(GRADIENT_MACROS, values, strict=True)))
         for values in (

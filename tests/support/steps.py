@@ -14,10 +14,9 @@ from w2v.rows.table import Table, uniform
 from w2v.word2vec.batch import Batch, Objective, StepShape, StepState, output_vectors
 from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
-from w2v.word2vec.cuda_shard import CudaPeerKernels
 from w2v.word2vec.exchange import LocalExchange, RankExchange
 from w2v.word2vec.huffman import make_tree
-from w2v.word2vec.peers import PeerExchange, PeerMemory
+from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
 from w2v.word2vec.reference import ReferenceKernels, expand
 from w2v.word2vec.sampler import Sampler, TrainingText
 from w2v.word2vec.step import TrainingStep

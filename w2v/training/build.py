@@ -28,11 +28,10 @@ from w2v.training.trainer import TrainingLoop
 from w2v.word2vec import heldout
 from w2v.word2vec.batch import Batch, StepState, Tree, chunk_words, max_rows
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
-from w2v.word2vec.cuda_shard import CudaPeerKernels
 from w2v.word2vec.exchange import Exchange, LocalExchange, RankExchange
 from w2v.word2vec.heldout import HeldOut
 from w2v.word2vec.kernels import Kernels
-from w2v.word2vec.peers import PeerExchange, PeerMemory
+from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
 from w2v.word2vec.reference import ReferenceKernels
 from w2v.word2vec.sampler import Sampler, TrainingText, negative_distribution
 from w2v.word2vec.step import TrainingStep

@@ -30,7 +30,7 @@ struct Plan {
     long long unplaced;               // misses that found no slot
 };
 
-struct Moves {  // of cuda_cache.py
+struct Moves {  // of moves.py
     int *loaded, *evicted;
     int* slots;  // of the loaded rows
     Plan* plan;

@@ -65,7 +65,7 @@ extern "C" __global__ void copy_repeated(
     });
 }
 
-struct Moves {  // of cuda_cache.py, see `list` of cache.cu
+struct Moves {  // of moves.py, see `list` of cache.cu
     const int *loaded, *evicted, *slots;
     const long long* plan;
 };

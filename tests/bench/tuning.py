@@ -171,14 +171,20 @@ def score(words: Sequence[str], vectors_VD: Tensor, further: datasets.Further) -
 
 
 @functools.cache
-def open_text(path: Path, folder: Path) -> tuple[Vocab, Corpus]:
-    """Open a text; later calls return the same one."""
-    return open_corpus(load_config([], [f"corpus.path={path}", f"corpus.data_dir={folder}"]))
+def open_text(path: Path, folder: Path, *cuts: str) -> tuple[Vocab, Corpus]:
+    """Open a text with settings of its vocabulary; later calls return the same one."""
+    places = [f"corpus.path={path}", f"corpus.data_dir={folder}"]
+    return open_corpus(load_config([], [*places, *cuts]))
+
+
+def cuts(case: dict[str, Any]) -> list[str]:
+    """Return the settings of a case that its vocabulary depends on."""
+    return [setting for setting in case.get("set", []) if setting.startswith("vocab.")]
 
 
 def train(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train once; return the scores, the settings and how long it took."""
-    opened = open_text(path, args.folder)
+    opened = open_text(path, args.folder, *cuts(case))
     config = load_config([], [*BASE, *case["set"]])
     config = plan.make_plan(config, opened).config
     size = max(1, round(config.train.batch_size * case.get("B", 1)))
@@ -287,8 +293,8 @@ def main() -> None:
     ):
         args.folder = Path(folder)
         files = {text: text_file(texts, text, args.folder) for text in {c["text"] for c in cases}}
-        for file in files.values():
-            open_text(file, args.folder)  # encoded once for all processes
+        for case in cases:  # encoded once for all processes
+            open_text(files[case["text"]], args.folder, *cuts(case))
         runs = [
             (gensims if "gensim" in case else ours).submit(run, case, files[case["text"]], args)
             for case in cases

@@ -60,7 +60,7 @@ def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
 def test_another_format_is_refused(tmp_path, monkeypatch):
     Corpus.write(tmp_path / "ids", blocks([["a", "b"]]))
     monkeypatch.setattr(corpus, "FORMAT", corpus.FORMAT + 1)
-    with pytest.raises(CorpusError, match=r"is damaged \(format 4 instead of 5"):
+    with pytest.raises(CorpusError, match=r"is damaged \(format 5 instead of 6"):
         Corpus.open(tmp_path / "ids")
 
 
@@ -80,8 +80,11 @@ def test_a_text_is_encoded_once_for_the_same_settings(configured, monkeypatch):
     monkeypatch.setattr(corpus, "write_corpus", None)  # would fail if called
     again, same = open_corpus(configured("train.epochs=2"))
     assert again.words == vocab.words and np.array_equal(same.ids, ids.ids)
+    assert again.median == vocab.median == 9
     monkeypatch.undo()
-    assert open_corpus(configured("vocab.min_count=8"))[0].words == ["b", "a"]
+    fewer, _ = open_corpus(configured("vocab.min_count=8"))
+    assert fewer.words == ["b", "a"] and fewer.median == 9
+    assert open_corpus(configured("vocab.min_count=8"))[0].median == 9  # from the cache
     assert open_corpus(configured("vocab.max_final_vocab=2"))[0].words == ["b", "a"]
     sentences = open_corpus(configured("corpus.max_sentence_length=2"))[1].offsets
     assert sentences.tolist() == list(range(0, 31, 2))

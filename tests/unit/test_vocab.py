@@ -23,6 +23,15 @@ def test_words_are_ordered_by_count_then_first_appearance():
     assert (fewer.raw_words, fewer.raw_types) == (11, 6)
 
 
+@pytest.mark.parametrize(
+    "limits", [{"min_count": 1}, {"min_count": 9}, {"min_count": 1, "max_final_vocab": 2}]
+)
+def test_the_median_is_that_of_the_text_whatever_is_kept(limits):
+    text = ["ab" * 10, "c" * 8, "d" * 5, "efgh"]
+    assert count(map(list, text), **limits).median == 9  # of a, b, c and d
+    assert Vocab(["a", "b", "c"], np.array([4, 3, 1]), 8, 3).median == 3  # all are rare
+
+
 SENTENCES = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=15)
 
 

@@ -34,7 +34,7 @@ from w2v.rows.table import Table
 from w2v.system.process import cores
 from w2v.text.corpus import Corpus, NoKnownWords
 from w2v.text.encode import encode_sentences
-from w2v.text.vocab import Vocab
+from w2v.text.vocab import Vocab, median_count
 from w2v.training import build, plan
 from w2v.training.memory import Machine, explained
 from w2v.training.trainer import TrainingLoop
@@ -96,6 +96,7 @@ class Word2Vec(word2vec.Word2Vec):
     """
 
     loss_per_pair = math.nan  # mean over the positive pairs of the last epoch
+    _median = 0.0  # `median_count` of the text that the vocabulary was chosen from, if known
 
     def __init__(
         self,
@@ -236,6 +237,7 @@ class Word2Vec(word2vec.Word2Vec):
             raise ConfigError("update=True adds whole counts; build a new vocabulary of shares")
         if not (update or dry_run):
             self.wv.vectors = self.wv.vectors[:0]  # gensim would order them as the new words
+            self._median = median_count(np.fromiter(self.raw_vocab.values(), float))
         return super().prepare_vocab(update, keep_raw_vocab, trim_rule, min_count, sample, dry_run)
 
     def init_weights(self):
@@ -336,7 +338,10 @@ class Word2Vec(word2vec.Word2Vec):
                     self._call(callbacks, hook)
             else:
                 sample_ints = self.wv.expandos["sample_int"][:size]
-                vocab = GensimsVocab(words, counts, raw_words, len(words), sample_ints)
+                median = 0.0 if counts.dtype.kind == "f" else self._median
+                vocab = GensimsVocab(
+                    words, counts, raw_words, len(words), sample_ints, median=median
+                )
                 trained = self._train_on(config, vocab, corpus, callbacks, log_epoch)
         finally:
             torch.set_num_threads(threads)

@@ -37,7 +37,7 @@ IDS = "ids.bin"
 OFFSETS = "offsets.bin"
 WORDS = "words.txt"  # of the vocabulary, joined by line feeds
 COUNTS = "counts.bin"
-FORMAT = 4  # of the files; others are not read
+FORMAT = 5  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 MOST_CHARACTERS = 40  # of a text's name in that of its cache, which may have 255 bytes
 SHOWN_PHRASES = 3  # examples in the plan
@@ -65,6 +65,7 @@ class Corpus:
     offsets: np.ndarray  # int64 [S + 1], of sentences with two words or more
     raw_words: int  # words of the text, dropped ones included
     raw_types: int = 0  # distinct ones, if there is a vocabulary
+    median: float = 0.0  # count of the median word, see `Vocab`
     tokenized: str = ""  # for the plan: why raw text was split into words
     phrases: str = ""  # for the plan: how many words are joined pairs, and examples
     files_stamp: str = ""  # of the text files, see `sources.stamp`
@@ -91,7 +92,7 @@ class Corpus:
         if vocab:
             (folder / WORDS).write_bytes("\n".join(vocab.words).encode())
             (folder / COUNTS).write_bytes(vocab.counts)
-            header["raw_types"] = vocab.raw_types
+            header |= {"raw_types": vocab.raw_types, "median": vocab.median}
         if phrases:
             shown = ", ".join(phrases[:SHOWN_PHRASES])
             header["phrases"] = f"{len(phrases):,} phrases, such as {shown}"
@@ -139,6 +140,7 @@ class Corpus:
             offsets,
             header["raw_words"],
             header.get("raw_types", 0),
+            header.get("median", 0.0),
             phrases=header.get("phrases", ""),
             files_stamp=header["text"],
             digest=blake2b(content, digest_size=16).hexdigest(),
@@ -234,7 +236,8 @@ def cached(
         # Not vocab.tsv, as a line for each of two million words takes a second to read.
         words = (folder / WORDS).read_bytes().decode().split("\n")
         counts = np.fromfile(folder / COUNTS, np.int64)
-        return Vocab(words, counts, corpus.raw_words, corpus.raw_types), corpus
+        types, median = corpus.raw_types, corpus.median
+        return Vocab(words, counts, corpus.raw_words, types, median=median), corpus
     except (OSError, ValueError) as error:
         report(f"{error}; it is rebuilt from the text")
         return None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from w2v.config import VocabConfig
 from w2v.system.files import atomic_path
+
+LEAST_COUNT = 5  # of the words whose median tells how often a text repeats its words
 
 
 class VocabError(ValueError):
@@ -26,6 +28,12 @@ class Vocab:
     counts: np.ndarray  # int64 [V]
     raw_words: int  # words of the text, dropped ones included
     raw_types: int  # distinct words of the text, dropped ones included
+    # `median_count` of the text, dropped words included; by default that of the kept words.
+    median: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.median:
+            object.__setattr__(self, "median", median_count(self.counts))
 
     @classmethod
     def select(
@@ -66,7 +74,8 @@ class Vocab:
             few = f"keeps {'only one word' if len(kept) else 'no word'} and training needs two"
             found = f"the most frequent occurs {counts.max()} times"
             raise VocabError(f"{setting} {few}; {found}; {remedy}")
-        return cls(words(kept), counts[kept], int(counts.sum()), types), kept
+        median = median_count(counts)
+        return cls(words(kept), counts[kept], int(counts.sum()), types, median=median), kept
 
     @property
     def fingerprint(self) -> str:
@@ -91,6 +100,14 @@ class Vocab:
             file.write(f"{header}\n")
             for first, end in itertools.pairwise([0, *ends.tolist()]):
                 file.write(f"\t{self.counts[first]}\n".join([*self.words[first:end], ""]))
+
+
+def median_count(counts: np.ndarray) -> float:
+    """Return the median count of words that occur LEAST_COUNT times, or of all if none does."""
+    for least in (LEAST_COUNT, 1, 0):
+        if len(found := counts[counts >= least]):
+            return float(np.median(found))
+    return 0.0
 
 
 def keep_probabilities(counts: np.ndarray, total: float, sample: float) -> np.ndarray:

@@ -401,7 +401,7 @@ def test_plan_in_words(tmp_path):
         "2 x 4 x 100: weight + exp_avg_sq + step",
         "Adam, lr 0.4, linear, betas [0.0, 0.99], eps 1.0, weight_decay 0.05",
         ", batch size 2, 5 epochs",
-        "auto      sample 0.25 (keeps the median word and 100% of the text)",
+        "auto      sample 0.25 (trains on 100% of the words)",
         "; batch_size 2 centers",
         "resident on cpu",
         "compiled by numba, precision float32",

@@ -200,10 +200,23 @@ def test_a_rate_that_is_given_to_train_is_kept_also_if_it_is_the_default_one(mon
         return make_plan(config, *args)
 
     monkeypatch.setattr(plan, "make_plan", planned)
-    for rate in ({}, {"start_alpha": model.alpha}, {"start_alpha": float("0.1")}, {}):
+    for rate in ({}, {"start_alpha": model.alpha}, {"start_alpha": float("0.12")}, {}):
         model.train(sentences(), total_examples=400, epochs=1, **rate)
-    assert auto.RATES["Adam"] == 0.1
-    assert rates == [0.0, 0.0, 0.1, 0.1]  # 0: auto
+    assert auto.RATES["Adam"] == 0.12
+    assert rates == [0.0, 0.0, 0.12, 0.12]  # 0: auto
+
+
+def test_the_text_and_not_the_kept_words_decides_the_rate(monkeypatch):
+    plans = []
+    make_plan = plan.make_plan
+    monkeypatch.setattr(
+        plan, "make_plan", lambda *args: plans.append(make_plan(*args)) or plans[-1]
+    )
+    text = [[f"word{row}"] * count for row, count in enumerate((4, 5, 6, 70, 80))]
+    for limits in ({"min_count": 1}, {"min_count": 60}, {"max_final_vocab": 2}):
+        Word2Vec(text, **SMALL | limits)
+    assert [len(planned.vocab.words) for planned in plans] == [5, 2, 2]
+    assert [planned.vocab.median for planned in plans] == [38] * 3  # of words of 5 and more
 
 
 @each_case("arguments", [{"alpha": 0.025, "optimizer": "Adamax"}, {"alpha": 0.025}, {}])

@@ -11,82 +11,82 @@ from typing import NamedTuple
 
 import numpy as np
 
-from w2v.config import CONFIGS, Config, ConfigError, OptimizerConfig, load_config
-from w2v.text.vocab import Vocab
+from w2v.config import CONFIGS, Config, ConfigError, ModelConfig, OptimizerConfig, load_config
+from w2v.text.vocab import Vocab, keep_probabilities
 
-# Batch size, in centers of a step.
-LARGEST = 65_536  # for each GPU; with more, it gains little
+# What follows was fitted to scores; docs/dev/tuning.md says to which, and tests/bench/settings.py
+# prints the fits.
+LARGEST = 65_536  # centers of a batch, for each GPU; with more, it gains little
 MOST_GPUS = 4  # for which batches grow: scores of larger ones were not measured
 REPEATS = 32  # how often a batch has the word of one of its centers, at most
 STEPS = 700  # optimizer steps of a run
-MORE_STEPS = {"SGD": 5_000, "ASGD": 5_000}  # their steps are as long as a row's summed gradients
-LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between two waits
-SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
-# Peak learning rates of runs with STEPS, CENTERS and DIM, by optimizer.
-RATES = {
-    "AdamW": 0.075,
-    "Adam": 0.1,
-    "Adamax": 0.24,
-    "RMSprop": 0.1,
-    "SGD": 0.05,
-    "Adagrad": 0.3,
-    "Adadelta": 1.0,
-    "NAdam": 0.05,
-    "RAdam": 0.05,
-    "ASGD": 0.05,
-    "Rprop": 0.0006,
-}
-SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
-RISING = {*SUMMED, "Adam", "Adamax"}  # optimizers that gain by higher rates in short runs
-CENTERS = 80  # of the median word in a run
-DIM = 128  # of the vectors
-# Exponents with which a rate falls as these grow, or rises as a short run gets shorter.
-FALL_WITH_CENTERS = 0.55
-FALL_WITH_DIM = 0.25
-FALL_WITH_STEPS = 0.25
-RISE_WHERE_SHORT = 0.2
-CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
-WEIGHED = 1.2  # times that rates are higher with weighted windows, so that steps vary less
-HIGHEST = 2.0  # times that a rate is raised, at most
-HIGHEST_OF_SUMS = 1.5  # times that it is raised for rare words, of optimizers in SUMMED
+STEPS_OF_SUMS = 5_000  # of optimizers in SUMMED, whose steps are as long as summed gradients
+SEQUENTIAL_STEPS = 200  # where a batch is only what threads train between two waits
+PAIRS = 480  # of the median word in a run, for which RATES are, with STEPS and 128 dimensions
+HIGHEST = 2.0  # times that a rate is raised, at most; for rare words its root, if in SUMMED
 SHORT = 4e6  # centers of a short run, at most; SGD on a CPU trains them in seconds
 STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
-# Subsampling, blocks and pools of negatives.
 SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
-FEW_KEPT = 0.4  # share of a text that subsampling should keep; of running text it is about half
-KEPT = 0.6  # share that it keeps where it would be less
+KEPT = 0.5  # share of a text that subsampling keeps, at least
 BLOCK_WINDOWS = 16  # words of a block over window + 3: its edges then cut 2 % of the pairs
-SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
-SHARED_STEPS = 8  # steps that share a pool
+SHARED_STEPS = 8  # steps that share a pool of negatives, where rows are paged
+# Peak learning rates of skip-gram with weighted windows, by optimizer.
+RATES = {
+    "AdamW": 0.09,
+    "Adam": 0.12,
+    "Adamax": 0.29,
+    "RMSprop": 0.12,
+    "SGD": 0.055,
+    "Adagrad": 0.36,
+    "Adadelta": 1.2,
+    "NAdam": 0.06,
+    "RAdam": 0.06,
+    "ASGD": 0.055,
+    "Rprop": 0.00072,
+}
+SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
 
 
 class Use(NamedTuple):
     """How a run uses its text, on average."""
 
     centers: float  # of all epochs
-    median: float  # centers of the median word
+    median: float  # centers of the text's median word, whatever vocabulary is kept
     repeat: float  # probability that two centers are the same word
-    cbow: bool = False  # with negative sampling alone; hierarchical softmax needs no higher rate
-    weighed: bool = False  # whether windows are full and weighted by distance
-    fill: float = 1.0  # words of a mean sentence over those of a window, at most 1
+    pairs: float = 6.0  # of a center, as many as train as much with 5 negatives; see `pairs`
 
     @classmethod
     def of(cls, config: Config, vocab: Vocab, sentences: int = 1) -> Use:
         """Return the use of a vocabulary in so many sentences, after subsampling."""
-        model = config.model
+        model, epochs = config.model, config.train.epochs
         kept_V = vocab.kept_counts(model.sample)
-        kept = float(kept_V.sum())
-        fill = 1.0
-        if model.architecture == "skipgram":  # a center of CBOW has one prediction in any sentence
-            fill = min(1.0, kept / max(sentences, 1) / (2 * model.window))
+        kept = max(float(kept_V.sum()), 1.0)
+        share_V = kept_V / kept
+        keep = keep_probabilities(np.array([vocab.median]), vocab.counts.sum(), model.sample)
         return cls(
-            centers=kept * config.train.epochs,
-            median=float(np.median(kept_V)) * config.train.epochs,
-            repeat=float((kept_V**2).sum()) / max(kept, 1.0) ** 2,
-            cbow=model.architecture == "cbow" and not model.hs,
-            weighed=model.weighs_windows,
-            fill=fill,
+            centers=kept * epochs,
+            median=vocab.median * float(keep[0]) * epochs,
+            repeat=float((share_V**2).sum()),
+            pairs=pairs(model, share_V, kept / max(sentences, 1)),
         )
+
+
+def pairs(model: ModelConfig, share_V: np.ndarray, length: float) -> float:
+    """Return the pairs of a center in sentences of a mean length, after subsampling.
+
+    A pair of a distant word counts by its weight. CBOW has one pair, whose input is a mean. With a
+    tree, a pair trains as many nodes as a word has bits in its code, about the entropy of words;
+    with negatives, 1 + 5 rows in most runs: other numbers of negatives need no other rate.
+    """
+    found = 1.0
+    if model.architecture == "skipgram":
+        window = 2.0 * model.window
+        found = model.window + 1 if model.shrink_windows else window
+        found *= min(1.0, length / window)
+    if model.hs:
+        share_V = share_V[share_V > 0]
+        found *= max(1.0, -float((share_V * np.log2(share_V)).sum()) / 6)
+    return found
 
 
 class Choice(NamedTuple):
@@ -111,8 +111,7 @@ def choose(
         model = replace(model, sample=subsampling(vocab))
         if model.sample > SAMPLE:
             kept = vocab.kept_counts(model.sample).sum() / vocab.counts.sum()
-            keeps = f"keeps the median word and {kept:.0%} of the text"
-            reasons["model.sample"] = f"{model.sample:.2g} ({keeps})"
+            reasons["model.sample"] = f"{model.sample:.2g} (trains on {kept:.0%} of the words)"
     if model.shrink_by == "auto":
         # Pairs of full windows take time beside the rest only where each center is a step.
         centers = vocab.kept_counts(model.sample).sum() * train.epochs
@@ -139,10 +138,8 @@ def choose(
         dim = model.vector_size
         lr = learning_rate(optimizer, use, dim, one_gpu_steps, max(1.0, grown))
         optimizer = replace(optimizer, lr=lr)
-        reason = f"half of the words are trained fewer than {use.median:,.0f} times"
-        if use.fill < 1:
-            reason += f"; a sentence fills {use.fill:.2g} of a window"
-        reasons["optimizer.lr"] = f"{lr:g} ({reason})"
+        few = f"half of the words are trained in fewer than {use.median * use.pairs:,.0f} pairs"
+        reasons["optimizer.lr"] = f"{lr:g} ({few})"
     if optimizer.step == "auto":
         optimizer = replace(optimizer, step="row")
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
@@ -152,7 +149,7 @@ def choose(
         cap = 0
         if not sequential:
             stable = STABLE
-            if use.weighed:  # the sum of a gradient's weights counts; their mean is (W + 1) / 2W
+            if model.weighs_windows:  # weights add up; their mean is (W + 1) / 2W
                 stable *= 2 * model.window / (model.window + 1)
             cap = max(1, int(stable / optimizer.lr))
             reasons["optimizer.occurrence_cap"] = f"{cap} (lr times cap is {stable:.2g})"
@@ -183,15 +180,24 @@ def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
 def subsampling(vocab: Vocab) -> float:
     """Return the share of a text above which a word is subsampled.
 
-    The median word is kept, such as a node of a small graph. Where most words are frequent, such as
-    in a log, so is KEPT of the text.
+    It is the smallest, but SAMPLE at least, that keeps all of the text's median word, such as a
+    node of a small graph, and KEPT of the text, where most words are frequent, such as in a log.
+    Words that the vocabulary drops count as kept: what it drops changes little.
     """
-    total = vocab.counts.sum()
-    share = max(SAMPLE, float(np.median(vocab.counts) / total))
-    if vocab.kept_counts(share).sum() < FEW_KEPT * total:
-        while vocab.kept_counts(share).sum() < KEPT * total:
-            share *= 1.05
-    return share
+    total = max(vocab.raw_words, int(vocab.counts.sum()))
+    dropped = total - int(vocab.counts.sum())
+
+    def keeps(share: float) -> bool:
+        kept_V = vocab.counts * keep_probabilities(vocab.counts, total, share)
+        return bool(kept_V.sum() + dropped >= KEPT * total)
+
+    least, most = max(SAMPLE, vocab.median / total), 1.0
+    if keeps(least):
+        return least
+    while most > 1.001 * least:
+        middle = math.sqrt(least * most)
+        least, most = (least, middle) if keeps(middle) else (middle, most)
+    return most
 
 
 def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> int:
@@ -202,10 +208,11 @@ def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> 
     where a step for each would see what the others have done.
     """
     if sequential:
-        size = min(use.centers / SEQUENTIAL_STEPS, LARGEST_SEQUENTIAL)
+        size = min(use.centers / SEQUENTIAL_STEPS, MOST_GPUS * LARGEST)
     else:
+        steps = STEPS_OF_SUMS if name in SUMMED else STEPS
         most = min(LARGEST, REPEATS / max(use.repeat, REPEATS / LARGEST))
-        size = min(use.centers / MORE_STEPS.get(name, STEPS), min(gpus, MOST_GPUS) * most)
+        size = min(use.centers / steps, min(gpus, MOST_GPUS) * most)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
 
@@ -214,31 +221,23 @@ def learning_rate(
 ) -> float:
     """Return the peak learning rate of an optimizer.
 
-    It falls with what adds up: the centers of the median word, the dimensions of a dot product, and
-    the steps, where each is about as long as the rate. `steps` is None for a step per center. Of
-    optimizers in RISING it is higher in a short run, the more so the rarer the median word is.
-    `grown` is how many times larger a batch is than that of one GPU, whose steps are given: the
-    rate grows with its root (Malladi et al. 2022, arXiv 2205.10287).
+    It falls with the root of what adds up in a row, the pairs of the median word, and with the
+    fourth root of the dimensions of a dot product and of the steps beyond STEPS, where each is
+    about as long as the rate. `steps` is None for a step per center. It rises in a short run, the
+    more so the rarer the median word is. `grown` is how many times larger a batch is than that of
+    one GPU, whose steps are given: the rate grows with its root (Malladi et al. 2022, arXiv
+    2205.10287).
     """
     name = optimizer.name
     if name not in RATES:
         raise ConfigError(f"optimizer.lr=auto knows no rate for optimizer.name={name}; set one")
-    rareness = CENTERS / max(use.median, 1.0)
-    factor = rareness**FALL_WITH_CENTERS
-    if factor < 1:  # a center in a short sentence has fewer pairs to add up
-        factor = min(1.0, factor / use.fill)
-    if use.weighed:
-        factor *= WEIGHED
+    rareness = PAIRS / max(use.median * use.pairs, 1.0)
     if name in SUMMED:
-        factor = min(factor, HIGHEST_OF_SUMS)
-    factor *= (DIM / dim) ** FALL_WITH_DIM
-    if use.cbow:
-        factor *= CBOW
-    if name in RISING:
-        power = RISE_WHERE_SHORT * min(1.0, rareness)
-        factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** power
+        rareness = min(rareness, HIGHEST)
+    factor = rareness**0.5 * (128 / dim) ** 0.25
+    factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** (0.25 * min(1.0, rareness))
     if steps and name not in SUMMED:
-        factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS * grown**0.5
+        factor *= min(1.0, STEPS / steps) ** 0.25 * grown**0.5
     rate = RATES[name] * min(factor, HIGHEST)
     if optimizer.occurrence_cap > 0 and name in SUMMED:
         rate = min(rate, STABLE / optimizer.occurrence_cap)
@@ -258,6 +257,6 @@ def share_negatives(config: Config, is_paged: bool) -> Choice:
     steps = model.negative_pool_steps
     if steps == 1:
         steps = SHARED_STEPS
-    model = replace(model, negative_pool=SHARED_POOL, negative_pool_steps=steps)
-    reason = f"{SHARED_POOL:,} negatives shared by {steps} steps, as rows are paged"
+    model = replace(model, negative_pool=LARGEST, negative_pool_steps=steps)
+    reason = f"{LARGEST:,} negatives shared by {steps} steps, as rows are paged"
     return Choice(replace(config, model=model), {"model.negative_pool": reason})

@@ -53,7 +53,8 @@ class Use(NamedTuple):
     centers: float  # of all epochs
     median: float  # centers of the text's median word, whatever vocabulary is kept
     repeat: float  # probability that two centers are the same word
-    pairs: float = 6.0  # of a center, as many as train as much with 5 negatives; see `pairs`
+    pairs: float = 6.0  # of a center, as many as train as much with negatives; see `pairs`
+    dropped: float = 0.0  # centers that words outside of the vocabulary would be
 
     @classmethod
     def of(cls, config: Config, vocab: Vocab, sentences: int = 1) -> Use:
@@ -68,6 +69,7 @@ class Use(NamedTuple):
             median=vocab.median * float(keep[0]) * epochs,
             repeat=float((share_V**2).sum()),
             pairs=pairs(model, share_V, kept / max(sentences, 1)),
+            dropped=max(vocab.raw_words - float(vocab.counts.sum()), 0.0) * epochs,
         )
 
 
@@ -76,7 +78,7 @@ def pairs(model: ModelConfig, share_V: np.ndarray, length: float) -> float:
 
     A pair of a distant word counts by its weight. CBOW has one pair, whose input is a mean. With a
     tree, a pair trains as many nodes as a word has bits in its code, about the entropy of words;
-    with negatives, 1 + 5 rows in most runs: other numbers of negatives need no other rate.
+    with 5 negatives it trains 6 rows. 3 negatives have the same best rate.
     """
     found = 1.0
     if model.architecture == "skipgram":
@@ -235,7 +237,8 @@ def learning_rate(
     if name in SUMMED:
         rareness = min(rareness, HIGHEST)
     factor = rareness**0.5 * (128 / dim) ** 0.25
-    factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** (0.25 * min(1.0, rareness))
+    short = SHORT / max(use.centers + use.dropped, 1.0)
+    factor *= max(1.0, short) ** (0.25 * min(1.0, rareness))
     if steps and name not in SUMMED:
         factor *= min(1.0, STEPS / steps) ** 0.25 * grown**0.5
     rate = RATES[name] * min(factor, HIGHEST)

@@ -14,23 +14,24 @@ import numpy as np
 from w2v.config import CONFIGS, Config, ConfigError, ModelConfig, OptimizerConfig, load_config
 from w2v.text.vocab import Vocab, keep_probabilities
 
-# What follows was fitted to scores; docs/dev/tuning.md says to which, and tests/bench/settings.py
-# prints the fits.
-LARGEST = 65_536  # centers of a batch, for each GPU; with more, it gains little
+# Constants, and the runs that they were fitted to: [22-3] is in tests/bench/results/ the file
+# tuning-2026-11-22-3.csv.gz, [27] is settings-2026-11-27.csv.gz. `tests/bench/settings.py fit`
+# prints best rates beside those of this module.
+LARGEST = 65_536  # [22] centers of a batch, for each GPU; with more, it gains little
 MOST_GPUS = 4  # for which batches grow: scores of larger ones were not measured
-REPEATS = 32  # how often a batch has the word of one of its centers, at most
-STEPS = 700  # optimizer steps of a run
-STEPS_OF_SUMS = 5_000  # of optimizers in SUMMED, whose steps are as long as summed gradients
-SEQUENTIAL_STEPS = 200  # where a batch is only what threads train between two waits
-PAIRS = 480  # of the median word in a run, for which RATES are, with STEPS and 128 dimensions
-HIGHEST = 2.0  # times that a rate is raised, at most; for rare words its root, if in SUMMED
-SHORT = 4e6  # centers of a short run, at most; SGD on a CPU trains them in seconds
-STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
-SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
-KEPT = 0.5  # share of a text that subsampling keeps, at least
-BLOCK_WINDOWS = 16  # words of a block over window + 3: its edges then cut 2 % of the pairs
-SHARED_STEPS = 8  # steps that share a pool of negatives, where rows are paged
-# Peak learning rates of skip-gram with weighted windows, by optimizer.
+REPEATS = 32  # [23] how often a batch has the word of one of its centers, at most
+STEPS = 700  # [22] optimizer steps of a run
+STEPS_OF_SUMS = 5_000  # [23-3] of optimizers in SUMMED: steps are as long as summed gradients
+SEQUENTIAL_STEPS = 200  # [23-6] where a batch is only what threads train between two waits
+PAIRS = 480  # [22, 22-3, 27] of the median word, for which RATES are, with 128 dimensions
+HIGHEST = 2.0  # [23-6, 27] times that a rate is raised at most; of SUMMED its root for rare words
+SHORT = 4e6  # [23-6] centers of a short run, at most; SGD on a CPU trains them in seconds
+STABLE = 3.2  # [22] learning rate times cap on occurrences at which SGD still converges
+SAMPLE = 1e-4  # [23-6] share of a text above which a word is subsampled, at least
+KEPT = 0.5  # [23-6, 27] share of a text that subsampling keeps, at least
+BLOCK_WINDOWS = 16  # [23-2] words of a block over window + 3: its edges then cut 2 % of the pairs
+SHARED_STEPS = 8  # [22] steps that share a pool of negatives, where rows are paged
+# [22, 23-2, 23-7] Peak learning rates for PAIRS, by optimizer.
 RATES = {
     "AdamW": 0.09,
     "Adam": 0.12,
@@ -133,12 +134,10 @@ def choose(
         # Smaller batches, as for a small cache, need no lower rate: one of 1,024 is as good.
         alone = batch_size(optimizer.name, use)  # of one GPU
         grown = min(train.batch_size, batch_size(optimizer.name, use, gpus=gpus)) / alone
-        one_gpu_steps = None
         if not sequential:
             optimizer = shipped(optimizer)
-            one_gpu_steps = use.centers / alone
         dim = model.vector_size
-        lr = learning_rate(optimizer, use, dim, one_gpu_steps, max(1.0, grown))
+        lr = learning_rate(optimizer, use, dim, use.centers / alone, max(1.0, grown))
         optimizer = replace(optimizer, lr=lr)
         few = f"half of the words are trained in fewer than {use.median * use.pairs:,.0f} pairs"
         reasons["optimizer.lr"] = f"{lr:g} ({few})"
@@ -184,14 +183,13 @@ def subsampling(vocab: Vocab) -> float:
 
     It is the smallest, but SAMPLE at least, that keeps all of the text's median word, such as a
     node of a small graph, and KEPT of the text, where most words are frequent, such as in a log.
-    Words that the vocabulary drops count as kept: what it drops changes little.
+    Words that the vocabulary drops count as kept, so that they change little.
     """
     total = max(vocab.raw_words, int(vocab.counts.sum()))
-    dropped = total - int(vocab.counts.sum())
 
     def keeps(share: float) -> bool:
-        kept_V = vocab.counts * keep_probabilities(vocab.counts, total, share)
-        return bool(kept_V.sum() + dropped >= KEPT * total)
+        skipped_V = vocab.counts * (1 - keep_probabilities(vocab.counts, total, share))
+        return bool(skipped_V.sum() <= (1 - KEPT) * total)
 
     least, most = max(SAMPLE, vocab.median / total), 1.0
     if keeps(least):
@@ -219,16 +217,15 @@ def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> 
 
 
 def learning_rate(
-    optimizer: OptimizerConfig, use: Use, dim: int, steps: float | None = None, grown: float = 1.0
+    optimizer: OptimizerConfig, use: Use, dim: int, steps: float = STEPS, grown: float = 1.0
 ) -> float:
     """Return the peak learning rate of an optimizer.
 
-    It falls with the root of what adds up in a row, the pairs of the median word, and with the
-    fourth root of the dimensions of a dot product and of the steps beyond STEPS, where each is
-    about as long as the rate. `steps` is None for a step per center. It rises in a short run, the
-    more so the rarer the median word is. `grown` is how many times larger a batch is than that of
-    one GPU, whose steps are given: the rate grows with its root (Malladi et al. 2022, arXiv
-    2205.10287).
+    It falls with what adds up: with the root of the pairs of the median word, and with the fourth
+    root of the dimensions of a dot product and of steps that are about as long as the rate. It
+    rises in a short run, the more so the rarer the median word is. `grown` is how many times larger
+    a batch is than that of one GPU, whose steps are given: the rate grows with its root (Malladi et
+    al. 2022, arXiv 2205.10287).
     """
     name = optimizer.name
     if name not in RATES:
@@ -239,7 +236,7 @@ def learning_rate(
     factor = rareness**0.5 * (128 / dim) ** 0.25
     short = SHORT / max(use.centers + use.dropped, 1.0)
     factor *= max(1.0, short) ** (0.25 * min(1.0, rareness))
-    if steps and name not in SUMMED:
+    if name not in SUMMED:
         factor *= min(1.0, STEPS / steps) ** 0.25 * grown**0.5
     rate = RATES[name] * min(factor, HIGHEST)
     if optimizer.occurrence_cap > 0 and name in SUMMED:

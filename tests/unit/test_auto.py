@@ -84,7 +84,7 @@ def test_auto_learns_the_structure_of_a_text(kind, optimizer, tmp_path, one_thre
 def test_batches_leave_enough_steps_and_repeat_no_word_too_often():
     for centers in (10, 5e3, 1e6, 1e8, 1e11):
         for words, gpus in itertools.product((2, 1_000, 10**6), (1, 2, 8)):
-            for name, steps in (("AdamW", auto.STEPS), ("SGD", auto.STEPS_OF_SUMS)):
+            for name, steps in (("AdamW", auto.STEPS), *auto.SUMMED.items()):
                 size = auto.batch_size(name, Use(centers, 80, 1 / words), gpus=gpus)
                 assert 1 <= size <= gpus * auto.LARGEST
                 assert size == 1 or centers / size >= steps / 1.5
@@ -112,7 +112,7 @@ def test_rates_fall_with_pairs_dimensions_and_steps():
         return auto.learning_rate(OptimizerConfig(**optimizer), use, dim, steps)
 
     assert rate(median=80) == rate(median=40, pairs=12) == auto.RATES["Adam"] > rate()
-    assert rate(pairs=12) == pytest.approx(rate() / 2**0.5, rel=0.05)  # two digits are kept
+    assert rate(pairs=12) == pytest.approx(rate() / 2**auto.FALL, rel=0.05)  # two digits are kept
     for name, usual in auto.RATES.items():
         highest = auto.HIGHEST ** (0.5 if name in auto.SUMMED else 1)
         assert rate(median=1, name=name) == pytest.approx(highest * usual, rel=0.05)
@@ -189,7 +189,7 @@ def test_rates_rise_in_short_runs_of_rare_words():
 
     for name in ("Adam", "AdamW", "SGD"):
         assert rise(name, 4e6) == 1 < rise(name, 1e6) < rise(name, 6e5)
-        assert rise(name, 2e5, median=4_000) == pytest.approx(1, abs=0.05)  # two digits are kept
+        assert rise(name, 2e5, median=4_000) == pytest.approx(1, abs=0.11)  # two digits are kept
         assert rise(name, 1) == pytest.approx(auto.HIGHEST, rel=0.05)
 
 

@@ -21,9 +21,9 @@ LARGEST = 65_536  # [22] centers of a batch, for each GPU; with more, it gains l
 MOST_GPUS = 4  # for which batches grow: scores of larger ones were not measured
 REPEATS = 32  # [23] how often a batch has the word of one of its centers, at most
 STEPS = 700  # [22] optimizer steps of a run
-STEPS_OF_SUMS = 5_000  # [23-3] of optimizers in SUMMED: steps are as long as summed gradients
 SEQUENTIAL_STEPS = 200  # [23-6] where a batch is only what threads train between two waits
-PAIRS = 480  # [22, 22-3, 27] of the median word, for which RATES are, with 128 dimensions
+PAIRS = 5_400  # of the median word in a run, times the root of the dimensions, for RATES
+FALL = 0.55  # [22, 23-6, 27] exponent by which rates fall with pairs
 HIGHEST = 2.0  # [23-6, 27] times that a rate is raised at most; of SUMMED its root for rare words
 SHORT = 4e6  # [23-6] centers of a short run, at most; SGD on a CPU trains them in seconds
 STABLE = 3.2  # [22] learning rate times cap on occurrences at which SGD still converges
@@ -45,7 +45,8 @@ RATES = {
     "ASGD": 0.055,
     "Rprop": 0.00072,
 }
-SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
+# [23-3] Steps of optimizers that do not divide by the size of the gradients, which are summed.
+SUMMED = {"SGD": 5_000, "ASGD": 5_000}
 
 
 class Use(NamedTuple):
@@ -210,9 +211,8 @@ def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> 
     if sequential:
         size = min(use.centers / SEQUENTIAL_STEPS, MOST_GPUS * LARGEST)
     else:
-        steps = STEPS_OF_SUMS if name in SUMMED else STEPS
         most = min(LARGEST, REPEATS / max(use.repeat, REPEATS / LARGEST))
-        size = min(use.centers / steps, min(gpus, MOST_GPUS) * most)
+        size = min(use.centers / SUMMED.get(name, STEPS), min(gpus, MOST_GPUS) * most)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
 
@@ -221,23 +221,22 @@ def learning_rate(
 ) -> float:
     """Return the peak learning rate of an optimizer.
 
-    It falls with what adds up: with the root of the pairs of the median word, and with the fourth
-    root of the dimensions of a dot product and of steps that are about as long as the rate. It
-    rises in a short run, the more so the rarer the median word is. `grown` is how many times larger
-    a batch is than that of one GPU, whose steps are given: the rate grows with its root (Malladi et
-    al. 2022, arXiv 2205.10287).
+    It falls with what adds up: the pairs of the median word and, half as fast, the dimensions of a
+    dot product and steps that are each about as long as the rate. It rises in a short run, the more
+    so the rarer the median word is. `grown` is how many times larger a batch is than that of one
+    GPU, whose steps are given: the rate grows with its root (Malladi et al. 2022, arXiv
+    2205.10287).
     """
     name = optimizer.name
     if name not in RATES:
         raise ConfigError(f"optimizer.lr=auto knows no rate for optimizer.name={name}; set one")
-    rareness = PAIRS / max(use.median * use.pairs, 1.0)
+    rareness = PAIRS / max(use.median * use.pairs * dim**0.5, 1.0)
     if name in SUMMED:
         rareness = min(rareness, HIGHEST)
-    factor = rareness**0.5 * (128 / dim) ** 0.25
     short = SHORT / max(use.centers + use.dropped, 1.0)
-    factor *= max(1.0, short) ** (0.25 * min(1.0, rareness))
+    factor = rareness**FALL * max(1.0, short) ** (FALL / 2 * min(1.0, rareness))
     if name not in SUMMED:
-        factor *= min(1.0, STEPS / steps) ** 0.25 * grown**0.5
+        factor *= min(1.0, STEPS / steps) ** (FALL / 2) * grown**0.5
     rate = RATES[name] * min(factor, HIGHEST)
     if optimizer.occurrence_cap > 0 and name in SUMMED:
         rate = min(rate, STABLE / optimizer.occurrence_cap)

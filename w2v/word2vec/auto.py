@@ -78,7 +78,8 @@ class Use(NamedTuple):
 def pairs(model: ModelConfig, share_V: np.ndarray, length: float) -> float:
     """Return the pairs of a center in sentences of a mean length, after subsampling.
 
-    A pair of a distant word counts by its weight. CBOW has one pair, whose input is a mean. With a
+    A pair of a distant word counts by its weight, and pairs of short sentences by the share of a
+    window that these fill, as baskets need it [23-4]. CBOW has one pair, of a mean. With a
     tree, a pair trains as many nodes as a word has bits in its code, about the entropy of words;
     with 5 negatives it trains 6 rows. 3 negatives have the same best rate.
     """
@@ -86,7 +87,7 @@ def pairs(model: ModelConfig, share_V: np.ndarray, length: float) -> float:
     if model.architecture == "skipgram":
         window = 2.0 * model.window
         found = model.window + 1 if model.shrink_windows else window
-        found *= min(1.0, length / window)
+        found *= min(1.0, length / window) ** 2
     if model.hs:
         share_V = share_V[share_V > 0]
         found *= max(1.0, -float((share_V * np.log2(share_V)).sum()) / 6)
@@ -140,7 +141,7 @@ def choose(
         dim = model.vector_size
         lr = learning_rate(optimizer, use, dim, use.centers / alone, max(1.0, grown))
         optimizer = replace(optimizer, lr=lr)
-        few = f"half of the words are trained in fewer than {use.median * use.pairs:,.0f} pairs"
+        few = f"half of the words are trained by less than {use.median * use.pairs:,.0f} pairs"
         reasons["optimizer.lr"] = f"{lr:g} ({few})"
     if optimizer.step == "auto":
         optimizer = replace(optimizer, step="row")

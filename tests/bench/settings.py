@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "CBOW, tree": {"sg": 0, **TREE},
     "SGD": {},
 }
-SECTIONS = {"min_count": "vocab", "epochs": "train", "sg": "model", "optimizer": "optimizer"}
+SECTIONS = {"min_count": "vocab", "epochs": "train"}  # of settings; all others are the model's
 SETS = ("google", "msr-analogies", "wordsim353", "simlex999", "mturk287")
 COLUMNS = ("google", "msr", "wordsim353", "simlex999", "mturk287")  # in files of results/
 OTHER_SETS = {"czech": ("czech-analogies",)}  # of texts in another language
@@ -71,8 +71,9 @@ def ours(name: str) -> list[str]:
     for key, value in SETTINGS[name].items():
         if key == "sg":
             key, value = "architecture", "cbow"
+        value = "true" if key == "hs" else value
         found.append(f"{SECTIONS.get(key, 'model')}.{key}={value}")
-    return [setting.replace("hs=1", "hs=true") for setting in found]
+    return found
 
 
 def cases(args: argparse.Namespace) -> None:

@@ -88,7 +88,8 @@ def cases(args: argparse.Namespace) -> None:
                         print(json.dumps(case | {"gensim": given}))
                     continue
                 for rate in args.rates:
-                    given = [f"train.seed={seed}", *ours(name), *args.set]
+                    seeded = [f"train.seed={seed}", "model.sample=auto"]
+                    given = [*seeded, *ours(name), *args.set]
                     print(json.dumps(case | {"set": given, "lr": rate}))
 
 

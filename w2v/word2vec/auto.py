@@ -37,12 +37,12 @@ RATES = {
     "Adam": 0.12,
     "Adamax": 0.29,
     "RMSprop": 0.12,
-    "SGD": 0.055,
+    "SGD": 0.06,
     "Adagrad": 0.36,
     "Adadelta": 1.2,
     "NAdam": 0.06,
     "RAdam": 0.06,
-    "ASGD": 0.055,
+    "ASGD": 0.06,
     "Rprop": 0.00072,
 }
 # [23-3] Steps of optimizers that do not divide by the size of the gradients, which are summed.

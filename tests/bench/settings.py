@@ -6,8 +6,8 @@
     python tests/bench/settings.py fit
 
 `cases` writes a line for each of SETTINGS and text, for tuning.py: with factors of the automatic
-rate by --rates, for several --seeds, and for gensim with --gensim. `table` prints the mean score
-of each setting, a column for each file and for gensim's better alpha. `collect` writes runs to a
+rate by --rates, for several --seeds, and for gensim with --gensim. `table` prints mean scores of
+each setting, for each file and for gensim's better alpha. `collect` writes runs to a
 file of results/, from which `fit` prints the rates with the best scores beside those of auto.py.
 """
 
@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SECTIONS = {"min_count": "vocab", "epochs": "train"}  # of settings; all others are the model's
 SETS = ("google", "msr-analogies", "wordsim353", "simlex999", "mturk287")
 COLUMNS = ("google", "msr", "wordsim353", "simlex999", "mturk287")  # in files of results/
-OTHER_SETS = {"czech": ("czech-analogies",)}  # of texts in another language
+SHOWN = ("mean", "simlex999")  # in `table`; the mean is of SETS
 # What the fit compares: settings, and pairs of a center and dimensions, times those of "nothing".
 RATIOS = {
     "1 epoch": (0.2, 1),
@@ -100,36 +100,31 @@ def read(files: list[Path]) -> list[list[dict[str, Any]]]:
     return [[run for run in each if "scores" in run] for each in runs]
 
 
-def mean_score(run: dict[str, Any]) -> float:
-    """Return the mean of the sets that are scored for the text of a run."""
-    names = OTHER_SETS.get(run["text"].partition(":")[0], SETS)
-    return float(np.mean([run["scores"].get(name, 0.0) for name in names]))
-
-
 def table(args: argparse.Namespace) -> None:
-    """Print mean scores in percent by setting and text, of each file and of gensim."""
-    columns: list[dict[Any, list[float]]] = []
-    gensims: dict[Any, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for runs in read(args.files):
-        columns.append(defaultdict(list))
+    """Print SHOWN scores in percent by setting, of each file and of gensim's better alpha.
+
+    They are means over the texts, and over seeds.
+    """
+    columns: list[dict[Any, list[dict[str, float]]]] = [defaultdict(list) for _ in args.files]
+    gensims: dict[Any, list[dict[str, float]]] = defaultdict(list)
+    for column, runs in zip(columns, read(args.files), strict=True):
         for run in runs:
-            key = run["name"], run["text"]
+            scores = run["scores"] | {"mean": np.mean([run["scores"].get(key, 0) for key in SETS])}
             if "gensim" in run:
-                gensims[key][run["gensim"]["alpha"]].append(mean_score(run))
+                gensims[run["name"], run["gensim"]["alpha"]].append(scores)
             elif run.get("lr", 1) == 1:
-                columns[-1][key].append(mean_score(run))
+                column[run["name"]].append(scores)
     columns = [column for column in columns if column]
-    texts = sorted({text for column in columns for _, text in column})
     for name in SETTINGS:
-        cells = [name]
-        for text in texts:
-            means = [np.mean(column.get((name, text), [math.nan])) for column in columns]
-            alphas = [np.mean(scores) for scores in gensims[name, text].values()]
-            means.append(max(alphas, default=math.nan))
-            cells.append(
-                " / ".join("-" if math.isnan(mean) else f"{100 * mean:.1f}" for mean in means)
-            )
-        print("| " + " | ".join(cells) + " |")
+        shown = []
+        for key in SHOWN:
+            found = [[scores[key] for scores in column[name]] for column in columns]
+            means = [float(np.mean(each)) if each else math.nan for each in found]
+            better = [gensims.get((name, alpha), []) for alpha in (0.025, 0.05)]
+            alphas = [np.mean([scores[key] for scores in each]) for each in better if each]
+            means.append(float(max(alphas, default=math.nan)))
+            shown.append(" / ".join("-" if mean != mean else f"{100 * mean:.1f}" for mean in means))
+        print("| " + " | ".join([name, *shown]) + " |")
 
 
 def collect(args: argparse.Namespace) -> None:

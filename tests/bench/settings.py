@@ -194,7 +194,7 @@ def fit(args: argparse.Namespace) -> None:
             nothing = best.get((optimizer, "nothing", text), 1.0 if "then" in optimizer else None)
             if setting == name and nothing:
                 found.append(f"{rate / nothing:.2f} ({text})")
-        rule = min(pairs**-0.5 * size**-0.25, auto.HIGHEST)
+        rule = min((pairs * size**0.5) ** -auto.FALL, auto.HIGHEST)
         print(f"{name:15} {rule:11.2f}  {', '.join(found)}")
 
 

@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SECTIONS = {"min_count": "vocab", "epochs": "train"}  # of settings; all others are the model's
 SETS = ("google", "msr-analogies", "wordsim353", "simlex999", "mturk287")
 COLUMNS = ("google", "msr", "wordsim353", "simlex999", "mturk287")  # in files of results/
+OTHERS = ("czech-analogies", "near", "purity")  # of Czech, baskets, logs and graphs
 SHOWN = ("mean", "simlex999")  # in `table`; the mean is of SETS
 # What the fit compares: settings, and pairs of a center and dimensions, times those of "nothing".
 RATIOS = {
@@ -131,13 +132,13 @@ def collect(args: argparse.Namespace) -> None:
     """Write runs of tuning.py to a file of results/."""
     with gzip.open(args.to, "wt", newline="") as file:
         out = csv.writer(file)
-        out.writerow(["text", "settings", "lr", "steps", "seconds", *COLUMNS, "czech"])
+        out.writerow(["text", "settings", "lr", "steps", "seconds", *COLUMNS, *OTHERS])
         runs = itertools.chain.from_iterable(read(args.files))
         for run in sorted(runs, key=lambda run: (run["name"], run["text"])):
             name, rate = run["name"], run.get("lr used", "")
             if "gensim" in run:
                 name, rate = f"{name}, gensim", run["gensim"]["alpha"]
-            scores = [run["scores"].get(key, "") for key in (*SETS, "czech-analogies")]
+            scores = [run["scores"].get(key, "") for key in (*SETS, *OTHERS)]
             steps = run.get("steps", "")
             out.writerow([run["text"], name, rate, steps, run["seconds"], *scores])
 

@@ -248,6 +248,6 @@ def test_loops_are_compiled_once_for_any_number_of_threads(name):
     for threads in 1, 2:
         config = OptimizerConfig(name=name, lr=0.01)
         train_on_text(config, kernels_for(name), model=model, threads=threads)
-    loop = cpu_loops.compile_gradients(1 + model.negative, name == "SGD", False)
+    loop = cpu_loops.compile_gradients(1 + model.negative, name == "SGD", False, False)
     steps = cpu_loops.step_rows.signatures if name == "Adam" else []
     assert len(loop.signatures) == 1 and len(steps) <= 1

@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 PLACES = {
     "resident": Place("resident"),
-    "roomy": Place("torch cache", 2 * ROWS),
+    "roomy": Place("torch cache", 4 * ROWS),  # also for the nodes of a tree
     "tight": Place("torch cache", TIGHT),
     "file": Place("torch cache", TIGHT, "mmap"),
     "gpu": Place("resident", 0, "cuda", "cuda"),

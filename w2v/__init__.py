@@ -4,6 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from w2v.api.compare import compare
+    from w2v.api.train import train
+    from w2v.api.vectors import Vectors, load
     from w2v.api.word2vec import Word2Vec
     from w2v.rows.embedding import PagedEmbedding, PagedEmbeddingBag
     from w2v.rows.optimizer import PagedOptimizer
@@ -14,8 +17,12 @@ __all__ = [
     "PagedEmbeddingBag",
     "PagedOptimizer",
     "RowStore",
+    "Vectors",
     "Word2Vec",
     "__version__",
+    "compare",
+    "load",
+    "train",
 ]
 __version__ = "0.1.0"
 
@@ -26,10 +33,16 @@ PUBLIC = {
     "PagedOptimizer": "w2v.rows.optimizer",
     "RowStore": "w2v.rows.store",
 }
+COMMANDS = {  # what the commands call
+    "Vectors": "w2v.api.vectors",
+    "compare": "w2v.api.compare",
+    "load": "w2v.api.vectors",
+    "train": "w2v.api.train",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public class on first use, as its module loads torch."""
-    if name not in PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(PUBLIC[name]), name)
+    """Import a public name on first use, as its module loads torch."""
+    if module := (PUBLIC | COMMANDS).get(name):
+        return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

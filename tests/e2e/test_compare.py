@@ -29,7 +29,7 @@ def configs(common):
 
 
 def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
-    table = compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
+    table = str(compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path))
     pairs = [(config.optimizer.name, config.train.seed) for config in trained]
     assert pairs == [("Adam", 1), ("Adam", 2), ("RMSprop", 1), ("RMSprop", 2)]
     written = {path.name for path in tmp_path.iterdir()}
@@ -40,7 +40,7 @@ def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
     assert len(run.curve("analogies")) == len(run.curve("held_out_loss")) == 2
 
     (tmp_path / "adam-seed2" / "scores.json").unlink()  # as if it had been interrupted
-    again = compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
+    again = str(compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path))
     assert again.split()[:9] == table.split()[:9]
     assert [(config.optimizer.name, config.train.seed) for config in trained[4:]] == [("Adam", 2)]
 
@@ -80,7 +80,7 @@ def test_runs_that_were_scored_on_other_files_are_refused(configs, trained, tmp_
 def test_a_diverged_run_is_a_row(configs, undrawn, tmp_path):
     sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     diverging = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}
-    assert "diverged" in compare.write(compare.train(diverging, [1], tmp_path), tmp_path)
+    assert "diverged" in str(compare.write(compare.train(diverging, [1], tmp_path), tmp_path))
     assert "diverged" in json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
 
 

@@ -11,6 +11,7 @@ import argparse
 import functools
 import itertools
 import logging
+import os
 import shutil
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from w2v.api.cli import make_parser
-from w2v.api.train import sort_settings
+from w2v.api.train import as_arguments, sort_settings
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.distributed.ranks import SINGLE
 from w2v.system import console
@@ -240,10 +241,19 @@ def by_name(paths: Iterable[str]) -> dict[str, str]:
     return named
 
 
-def write(trained: Sequence[runs.Run], folder: Path) -> str:
-    """Write the table, the runs and the page; return the table as text."""
+class Compared(runs.Comparison):
+    """A comparison that is printed as a table with its verdicts."""
+
+    def __str__(self) -> str:
+        width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+        table = runs.in_columns(self.columns, width)
+        return "\n".join([table, "", *self.verdicts]).rstrip()
+
+
+def write(trained: Sequence[runs.Run], folder: Path) -> Compared:
+    """Write the table, the runs and the page; return the comparison."""
     folder.mkdir(parents=True, exist_ok=True)
-    compared = runs.Comparison.of(trained)
+    compared = Compared(*runs.Comparison.of(trained))
     lines = [runs.markdown(compared.columns)]
     lines += [f"\n{runs.markup(line)}" for line in compared.verdicts]
     atomic_write(folder / "table.md", "\n".join(lines) + "\n")
@@ -253,27 +263,19 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
         log.warning(f"no report: {error}")
     # The last file, by which a comparison is known to be finished.
     atomic_write(folder / "runs.csv", runs.as_csv(trained))
-    return in_terminal(compared)
+    return compared
 
 
-def in_terminal(compared: runs.Comparison) -> str:
-    """Return the table and the verdicts, as wide as the terminal."""
-    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
-    table = runs.in_columns(compared.columns, width)
-    return "\n".join([table, "", *compared.verdicts]).rstrip()
-
-
-def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
-    """Return the table of the runs that paths name; write it to a folder."""
+def report(paths: Iterable[str | Path], folder: Path | None = None) -> Compared:
+    """Compare the runs that paths name; write the result to a folder."""
     found = [runs.read(path) for path in runs.find_all(paths)]
     if folder:
         return write(found, folder)
-    return in_terminal(runs.Comparison.of(found))
+    return Compared(*runs.Comparison.of(found))
 
 
 def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Begin to log; return the config files and the settings of the arguments."""
-    console.log_to_console()
+    """Return the config files and the settings of the arguments."""
     files, assignments = sort_settings(options.settings)
     # Settings that options or the names of runs would override.
     for setting in assignments:
@@ -294,10 +296,63 @@ def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str
 
 def run(options: argparse.Namespace) -> None:
     """Print the table of run folders, or train configs and print theirs."""
+    console.log_to_console()
+    found, folder = compare_as(options)
+    console.show(found)
+    if folder:
+        console.show(f"\nreport, tables and a folder for each run are in {folder}")
+
+
+def compare(
+    compared: Iterable[str | os.PathLike[str]],
+    *settings: str | os.PathLike[str],
+    seeds: Sequence[int] = (1,),
+    base: str = "text8",
+    corpora: Sequence[str] = (),
+    questions: Sequence[str] = (),
+    pairs: Sequence[str] = (),
+    to: str | Path | None = None,
+    **keys: Any,
+) -> Compared:
+    """Train configs with several seeds and compare them, or compare runs.
+
+        print(w2v.compare(["adam", "sgd"], "my.txt", seeds=[1, 2, 3], epochs=10))
+        print(w2v.compare(["runs/a", run]))
+
+    Printed, the result is the table, the best first, and sentences that say which differences are
+    noise. Report and tables are written to a folder in run.dir, or `to`.
+
+    Args:
+        compared: Configs, such as "adam"; or run folders, folders of them and results of
+            `w2v.train`, which are not trained again.
+        settings: Text and section.key=value for all configs, as on the command line.
+        seeds: Each config is trained with each of these.
+        base: Config of the settings that the others leave open.
+        corpora: Texts to train on in turn; configs are ranked by the mean over all.
+        questions: Files of analogies to score beside Google's.
+        pairs: Files of word pairs to score beside WordSim-353 and SimLex-999.
+        to: Folder for the results.
+        keys: Settings by the last part of their name, as for `w2v.train`.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong, or has no effect on runs.
+        EvaluationError: A file of questions or pairs cannot be read.
+        RunError: A run folder cannot be read.
+    """
+    options = argparse.Namespace(base=base, seeds=list(seeds), corpora=list(corpora))
+    options.settings = as_arguments([*compared, *settings], keys)
+    options.questions, options.pairs = list(questions), list(pairs)
+    options.to = to and Path(to)
+    with console.restored_log():
+        console.log_to_console()
+        return compare_as(options)[0]
+
+
+def compare_as(options: argparse.Namespace) -> tuple[Compared, Path | None]:
+    """Return the comparison of command-line options, and its folder if any."""
     if any(map(names_runs, options.settings)):
         check_not_trained(options)
-        console.show(report(options.settings, options.to))
-        return
+        return report(options.settings, options.to), options.to
     files, assignments = files_and_settings(options)
     configs = {
         f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
@@ -311,5 +366,4 @@ def run(options: argparse.Namespace) -> None:
     planned = list(configs.values())
     folder = options.to or folder_to_use(Path(planned[0].run.dir), planned)
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
-    console.show(write(trained, folder))
-    console.show(f"\nreport, tables and a folder for each run are in {folder}")
+    return write(trained, folder), folder

@@ -137,6 +137,7 @@ def as_yaml(config: Config, given: Iterable[str]) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Search the settings of each optimizer; print a table and the best."""
+    console.log_to_console()
     further = Further(options.questions, options.pairs)
     files, assignments = compare.files_and_settings(options)
     for path in map(find_config, files):

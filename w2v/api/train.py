@@ -15,13 +15,15 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from w2v.api.cli import make_parser
 from w2v.config import (
+    TYPES,
     YAML_SUFFIXES,
     Config,
     ConfigError,
@@ -38,6 +40,7 @@ from w2v.system.process import Signals, cores, describe_environment, forked, ope
 from w2v.system.timeline import Timeline
 
 if TYPE_CHECKING:
+    from w2v.api.vectors import Vectors
     from w2v.distributed.ranks import Ranks
     from w2v.text import Corpus, Vocab
     from w2v.training.trainer import Trial
@@ -46,6 +49,8 @@ STDIN = "-"
 SWITCH_SECONDS = 0.0005  # after which a thread that waits for Python gets it
 LONGEST_NAME = 255  # of a file
 MOST_GPUS = 64  # of one machine
+# Keys by the last part of their name, and optimizer for optimizer.name.
+KEYWORDS = {name.rpartition(".")[2]: name for name in TYPES} | {"optimizer": "optimizer.name"}
 
 
 def run(options: argparse.Namespace) -> int | None:
@@ -70,14 +75,79 @@ def run(options: argparse.Namespace) -> int | None:
         options.gpus = 1  # of each rank
         return launcher.start_ranks(count, run, options)
     with Signals() as signals:
-        folder = train(options, signals)
+        folder = train_run(options, signals)
     if folder:  # tables are freed by now
         write_report(folder)
     return None
 
 
+def train(
+    *settings: str | os.PathLike[str],
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **keys: Any,
+) -> Vectors:
+    """Train word vectors on a text, as `w2v train` does, and return them.
+
+        run = w2v.train("my.txt", optimizer="Adam", vector_size=200, epochs=10)
+
+    The run folder has vectors, scores, curves and a report; `os.fspath(run)` is its path. Progress
+    is printed. An interrupt ends the run without a checkpoint.
+
+    Args:
+        settings: Text to train on, configs, and section.key=value, as on the command line.
+        resume: A run folder to continue, or the `latest` in run.dir.
+        quiet: Whether to print only warnings and the result.
+        keys: Settings by the last part of their name, such as epochs for train.epochs, and
+            `optimizer` for optimizer.name.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong, or this machine cannot do what is asked for.
+        CorpusError: The text cannot be read. Both are `ValueError`, as are all user errors.
+        Diverged: The loss is no longer finite.
+        MemoryError: There is too little memory.
+    """
+    import torch  # noqa: F401 - first, as this process may have threads and so is not forked
+
+    from w2v.api.vectors import load
+
+    if launcher.started():
+        raise ConfigError("w2v.train trains in one process; start ranks with w2v train --gpus N")
+    options = make_parser("train").parse_args(["--quiet"] * quiet)
+    options.settings = as_arguments(settings, keys)
+    options.resume = resume and os.fspath(resume)
+    interval = sys.getswitchinterval()
+    with console.restored_log():
+        try:
+            folder = train_run(options, Signals())
+        finally:
+            sys.setswitchinterval(interval)
+        assert folder, "only a dry run has none"
+        write_report(folder)
+    return load(folder)
+
+
+def as_arguments(settings: Sequence[str | os.PathLike[str]], keys: Mapping[str, Any]) -> list[str]:
+    """Return settings and keywords of Python as command-line arguments."""
+    arguments = [os.fspath(setting) for setting in settings]
+    for keyword, value in keys.items():
+        if not (name := KEYWORDS.get(keyword)):
+            near = nearest_key(keyword)
+            hint = "see w2v train --help-config"
+            if near:
+                short = next((word for word in KEYWORDS if KEYWORDS[word] == near), f"{near}=VALUE")
+                hint = f"did you mean {short}?"
+            raise ConfigError(f"{keyword}={value!r} is not a setting; {hint}")
+        if not isinstance(value, (str, os.PathLike)):
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        arguments.append(f"{name}={value}")
+    return arguments
+
+
 def write_report(folder: Path) -> None:
     """Write the page of a run without its map, unless plotly is missing."""
+    if not load_config([folder / "config.yaml"], trains=False).run.report:
+        return
     from w2v.vectors import report
 
     try:
@@ -86,8 +156,8 @@ def write_report(folder: Path) -> None:
         console.log.log(console.RESULTS, f"no report    {error}")
 
 
-def train(options: argparse.Namespace, signals: Signals) -> Path | None:
-    """Load, plan, check, train and export; return the folder to report about."""
+def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
+    """Load, plan, check, train and export; return the folder, on rank 0."""
     timeline = Timeline()
     # Threads that write files take turns with one that computes in Python; by default each waits
     # for 5 ms, several times for each part of a file.
@@ -184,9 +254,7 @@ def train(options: argparse.Namespace, signals: Signals) -> Path | None:
             job.train()
             job.export()
     ranks.leave()
-    if leads and config.run.report:
-        return folder
-    return None
+    return folder if leads else None
 
 
 def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks: Ranks) -> None:

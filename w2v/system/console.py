@@ -62,6 +62,17 @@ def log_to_console(level: int = logging.INFO) -> None:
 
 
 @contextlib.contextmanager
+def restored_log() -> Iterator[None]:
+    """Restore the log after the block, for a program that has its own."""
+    handlers, level = log.handlers[:], log.level
+    try:
+        yield
+    finally:
+        log.handlers[:] = handlers
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
 def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
     """Append all messages to a file during the block, unless `quiet`.
 

@@ -81,6 +81,9 @@ class Scores(NamedTuple):
     similarities: Sequence[SimilarityScore]
     further: Mapping[str, AnalogyScore] = {}
 
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, report(self)))
+
 
 class Scorer:
     """Score vectors where they are, on a CPU or a GPU.

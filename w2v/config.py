@@ -276,6 +276,9 @@ class RunConfig(Section):
     name: str = key("", "Suffix of the run folder <date>-<name> (empty: corpus and optimizer).")
     log_seconds: float = key(10.0, "Seconds between lines of metrics.jsonl and the log.", above=0)
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
+    held_out_items: bool = key(
+        False, "Hold out the last item of each line; score its hit rate and MRR at 10."
+    )
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
     checkpoint_minutes: float = key(
         10.0, "Minutes between checkpoints (0: one at the end).", at_least=0

@@ -24,7 +24,15 @@ from typing import Any
 
 from w2v.api.cli import make_parser
 from w2v.api.train import as_arguments, sort_settings
-from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
+from w2v.config import (
+    Config,
+    ConfigError,
+    CorpusConfig,
+    RunConfig,
+    VocabConfig,
+    load_config,
+    save_config,
+)
 from w2v.distributed.ranks import SINGLE
 from w2v.system import console
 from w2v.system.files import as_json, atomic_write
@@ -37,20 +45,28 @@ from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import evaluate, export, runs
 from w2v.vectors import report as pages
-from w2v.vectors.datasets import PAIR_SETS, EvaluationError, Further, set_name
+from w2v.vectors.datasets import (
+    ITEM_SCORES,
+    PAIR_SETS,
+    EvaluationError,
+    Further,
+    read_items,
+    set_name,
+)
 
 log = logging.getLogger("w2v")
 # No checkpoints; scores and losses at many points, for the curves.
 SETTINGS = ["run.checkpoint_minutes=0", "run.score_epochs=true", "run.log_seconds=0.1"]
 HELD_OUT_WORDS = 20_000
 FEWEST_SEEDS = 3  # with fewer, even great differences may be luck
-SHOWN = ("held-out loss", "analogies %", "seconds")
+SHOWN = ("held-out loss", "analogies %", f"{ITEM_SCORES[0]} %", "seconds")
 
 
 @functools.cache
-def open_once(corpus: CorpusConfig, vocab: VocabConfig) -> tuple[Vocab, Corpus]:
+def open_once(corpus: CorpusConfig, vocab: VocabConfig, holds_items: bool) -> tuple[Vocab, Corpus]:
     """Open a corpus; later calls return the same one."""
-    return open_corpus(Config(corpus=corpus, vocab=vocab))
+    run = RunConfig(held_out_items=holds_items)
+    return open_corpus(Config(corpus=corpus, vocab=vocab, run=run))
 
 
 @contextmanager
@@ -70,7 +86,7 @@ def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str)
     All errors and warnings of the plan come here, before anything is trained.
     """
     config = load_config(files, given)
-    opened = open_once(config.corpus, config.vocab)
+    opened = open_once(config.corpus, config.vocab, config.run.held_out_items)
     _, corpus = opened
     # Of a short text, a tenth is held out.
     words = 0
@@ -95,13 +111,15 @@ def train_and_score(
 
     metrics.jsonl is written to the folder; `save` writes vectors.kv too.
     """
-    vocab, corpus = open_once(config.corpus, config.vocab)
+    vocab, corpus = open_once(config.corpus, config.vocab, config.run.held_out_items)
     planned = plan.make_plan(config, (vocab, corpus))
     warm_up(planned)  # compiling must not count as training
     loop = build.build(planned)
     held_out = build.make_heldout(planned, loop)
     try:
-        with Trainer(loop, vocab, corpus.raw_words, folder, held_out) as trainer:
+        words = corpus.raw_words
+        items = corpus.held_items
+        with Trainer(loop, vocab, words, folder, held_out, held_items=items) as trainer:
             trainer.train()
         table = trainer.loop.step.inputs
         words = len(vocab.words)
@@ -109,8 +127,8 @@ def train_and_score(
             blocks = export.in_order(table, SINGLE, words)
             export.save_run(vocab, table.dim, blocks, folder, ["kv"])
         vectors_VD = table["weight"][:words]
-        scores = evaluate.scores(vocab.words, vectors_VD, further.questions, further.pairs)
-        return evaluate.as_dict(scores) | trainer.results()
+        scored = evaluate.scores(vocab.words, vectors_VD, *further, items=read_items(folder))
+        return evaluate.as_dict(scored) | trainer.results()
     except (Diverged, EvaluationError) as error:
         return {"diverged": str(error)}
 
@@ -220,6 +238,7 @@ def check_scored(run: runs.Run, further: Further) -> None:
         return
     given = {set_name(path) for path in (*further.questions, *further.pairs)}
     scored = {*run.scores["similarity"], *run.scores["questions"]} - PAIR_SETS.keys()
+    scored -= set(ITEM_SCORES)
     if differing := " ".join(sorted(given ^ scored)):
         options = "give the same --questions and --pairs, or another folder with --to"
         raise ConfigError(f"{run.folder} and this call differ in scores of {differing}; {options}")
@@ -244,6 +263,19 @@ def by_name(paths: Iterable[str]) -> dict[str, str]:
 class Compared(runs.Comparison):
     """A comparison that is printed as a table with its verdicts."""
 
+    @classmethod
+    def of_runs(cls, found: Sequence[runs.Run]) -> Compared:
+        """Compare runs; the first verdicts say what popular items score."""
+        rows, columns, verdicts = runs.Comparison.of(found)
+        popular = {}
+        for run in found:
+            for name in ITEM_SCORES:
+                if scored := run.scores["questions"].get(name):
+                    share = 100 * (scored["sections"][1]["accuracy"] or 0)
+                    popular[f"{name} of popular items in {run.settings['corpus.path']}"] = share
+        lines = [f"{name}: {share:.1f} %" for name, share in popular.items()]
+        return cls(rows, columns, lines + verdicts)
+
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((120, 24)).columns, 120)
         table = runs.in_columns(self.columns, width)
@@ -253,7 +285,7 @@ class Compared(runs.Comparison):
 def write(trained: Sequence[runs.Run], folder: Path) -> Compared:
     """Write the table, the runs and the page; return the comparison."""
     folder.mkdir(parents=True, exist_ok=True)
-    compared = Compared(*runs.Comparison.of(trained))
+    compared = Compared.of_runs(trained)
     lines = [runs.markdown(compared.columns)]
     lines += [f"\n{runs.markup(line)}" for line in compared.verdicts]
     atomic_write(folder / "table.md", "\n".join(lines) + "\n")
@@ -271,7 +303,7 @@ def report(paths: Iterable[str | Path], folder: Path | None = None) -> Compared:
     found = [runs.read(path) for path in runs.find_all(paths)]
     if folder:
         return write(found, folder)
-    return Compared(*runs.Comparison.of(found))
+    return Compared.of_runs(found)
 
 
 def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str]]:

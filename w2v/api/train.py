@@ -246,6 +246,7 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             link_rate=measure_copy_rate(planned.device) if planned.is_hosted else 0.0,
             timeline=timeline,
             digest=planned.corpus.digest,
+            held_items=planned.corpus.held_items,
         )
         with job:
             # Only now: a checkpoint may refuse the settings, which then must not become the run's.

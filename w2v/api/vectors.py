@@ -15,7 +15,7 @@ import numpy as np
 
 from w2v.system.files import naming_file
 from w2v.vectors import export, query, report
-from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError, Further
+from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError, Further, read_items
 from w2v.vectors.load import READABLE, VectorsError, Words, find, load_words
 from w2v.vectors.load import load as load_gensims
 from w2v.vectors.runs import picture_path
@@ -109,7 +109,7 @@ class Vectors:
         pairs: Sequence[str | Path] = (),
         restrict_vocab: int | None = RESTRICT_VOCAB,
     ) -> Scores:
-        """Score Google's analogies, word pairs, and further files of both.
+        """Score analogies, word pairs, files of both, and held-out items.
 
         Printed, the scores are tables. Only the first `restrict_vocab` words are used, as in
         gensim; None for all. Raises `EvaluationError` for files that cannot be read or told apart.
@@ -117,7 +117,8 @@ class Vectors:
         from w2v.vectors import evaluate  # only now, as it imports torch
 
         Further(questions, pairs).check()
-        return evaluate.scores(self.words, self.vectors, questions, pairs, restrict_vocab)
+        items = read_items(self.folder)
+        return evaluate.scores(self.words, self.vectors, questions, pairs, restrict_vocab, items)
 
     def map(self, to: str | Path | None = None, words: int = 500) -> Path:
         """Draw the most frequent words in two dimensions; return the file.

@@ -7,7 +7,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -41,6 +41,7 @@ FORMAT = 5  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 MOST_CHARACTERS = 40  # of a text's name in that of its cache, which may have 255 bytes
 SHOWN_PHRASES = 3  # examples in the plan
+MOST_ITEMS = 10_000  # held-out items that are scored: errors of hit rates are below 1 %
 
 log = logging.getLogger("w2v")
 
@@ -70,6 +71,8 @@ class Corpus:
     phrases: str = ""  # for the plan: how many words are joined pairs, and examples
     files_stamp: str = ""  # of the text files, see `sources.stamp`
     digest: str = ""  # of ids and offsets: equal texts and vocabularies have equal digests
+    # int32 [Q, 2]: held-out items, each after the item before it.
+    held_items: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     @classmethod
     def write(
@@ -147,6 +150,29 @@ class Corpus:
         )
 
 
+def hold_out_items(corpus: Corpus) -> Corpus:
+    """Return the text without the last item of each sentence of three or more.
+
+    That is next-event prediction (Caselles-Dupré et al. 2018, arXiv 1804.04212). Items that repeat
+    the one before are not among `held_items`, which are spread evenly. The copy is in memory.
+    """
+    is_long_S = np.diff(corpus.offsets) > 2
+    last_S = corpus.offsets[1:][is_long_S] - 1
+    pairs_Q2 = np.stack([corpus.ids[last_S - 1], corpus.ids[last_S]], axis=1)
+    pairs_Q2 = pairs_Q2[pairs_Q2[:, 0] != pairs_Q2[:, 1]]
+    if not len(pairs_Q2):
+        few = "run.held_out_items=true needs lines of three items or more, the last one a new one"
+        raise CorpusError(f"{few}; set it to false")
+    spread = np.linspace(0, len(pairs_Q2) - 1, min(MOST_ITEMS, len(pairs_Q2))).astype(int)
+    return replace(
+        corpus,
+        ids=np.delete(corpus.ids, last_S),
+        offsets=corpus.offsets - np.cumsum([0, *is_long_S]),
+        digest=f"{corpus.digest}-items",
+        held_items=pairs_Q2[spread],
+    )
+
+
 def _write_blocks(blocks: Iterable[EncodedBlock], ids: BinaryIO, offsets: BinaryIO) -> int:
     """Write ids and offsets; return the number of words of the text."""
     raw_words = 0
@@ -210,6 +236,8 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
             raise ConfigError(f"{reason}; {remedy}") from None
     vocab, corpus = opened
+    if config.run.held_out_items:
+        corpus = hold_out_items(corpus)
     return vocab, replace(corpus, tokenized=why)
 
 

@@ -35,6 +35,7 @@ from w2v.word2vec.auto import shipped
 # Of a text, checkpoints compare the words, so that it may lie elsewhere.
 MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.path", "corpus.data_dir"}
 MAY_CHANGE |= {name for name in TYPES if name.startswith(("run.", "transfer."))}
+MAY_CHANGE.remove("run.held_out_items")
 
 MOST_CHARACTERS = 50  # of a text's name in that of a run, which may have 255 bytes
 JOB = ".job"  # file with the torchrun job that created the run

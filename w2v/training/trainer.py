@@ -32,7 +32,7 @@ from w2v.text.vocab import Vocab
 from w2v.training.lockstep import Decision, Lockstep
 from w2v.training.metrics import Curve, LinkUse, Metrics
 from w2v.vectors import evaluate, export, query, report
-from w2v.vectors.datasets import RESTRICT_VOCAB
+from w2v.vectors.datasets import ITEMS, RESTRICT_VOCAB, read_items
 from w2v.word2vec.batch import Batch, Position
 from w2v.word2vec.heldout import HeldOut
 from w2v.word2vec.sampler import Sampler
@@ -117,6 +117,7 @@ class Trainer:
     link_rate: float = 0.0  # bytes/s that the link carries at most; 0 if none is used
     timeline: Timeline = field(default_factory=Timeline)
     digest: str = ""  # of the text's ids; a checkpoint of another text is refused
+    held_items: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [Q, 2]
 
     def __post_init__(self) -> None:
         self.config = self.loop.config
@@ -138,6 +139,9 @@ class Trainer:
     def __enter__(self) -> Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
         curve = self._resume()
+        if self.ranks.rank == 0 and len(self.held_items):
+            lines = ("\t".join(self.vocab.words[row] for row in pair) for pair in self.held_items)
+            atomic_write(self.folder / ITEMS, "\n".join([*lines, ""]))
         file = None
         if self.ranks.rank == 0:
             file = self.folder / "metrics.jsonl"
@@ -404,7 +408,9 @@ class Trainer:
                 return
             words = self.vocab.words
             with ThreadPoolExecutor(2) as threads:
-                scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
+                items = read_items(self.folder)
+                scored = words[: len(weights_ND)]
+                scoring = threads.submit(evaluate.scores, scored, weights_ND, items=items)
                 shown_ND = weights_ND[: query.EXAMPLE_WORDS].float()
                 examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
                 formats = self.config.run.formats.split(",")

@@ -16,6 +16,8 @@ PAIR_SETS = {
     "wordsim353": ("WordSim-353", "wordsim353.tsv"),
     "simlex999": ("SimLex-999", "simlex999.txt"),
 }
+ITEMS = "held_out_items.tsv"  # of a run: held-out items, each after the item before it
+ITEM_SCORES = ("hit rate at 10", "MRR at 10")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(E[-+]?\d+)?")  # of a line in upper case
 
 
@@ -96,6 +98,17 @@ def judged_pairs(name: str | Path) -> list[tuple[str, str, float]]:
         raise EvaluationError(
             f"{path} holds no pair of words; write two words and a number, with tabs, on each line"
         )
+    return pairs
+
+
+def read_items(folder: Path) -> list[list[str]]:
+    """Return a run's held-out items, each after the one before it: [Q, 2]."""
+    if not (path := folder / ITEMS).is_file():
+        return []
+    pairs = [line.split("\t") for line in _read_text(path, "items file").rstrip("\n").split("\n")]
+    if not all(len(pair) == 2 for pair in pairs):
+        remedy = "write two items with a tab on each line, or remove it"
+        raise EvaluationError(f"{path} has a line without two items; {remedy}")
     return pairs
 
 

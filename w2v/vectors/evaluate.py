@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError
 
 # Questions and words of a block. On a CPU its cosines take 8 MiB, so that they stay in its cache.
 QUESTIONS = 512
+MOST_SHOWN = 10  # recommended items
 WORDS = {"cpu": 4096, "cuda": 65_536}
 
 
@@ -29,7 +30,7 @@ class Section:
     """Counts of answers; questions with unknown words are skipped."""
 
     name: str
-    correct: int
+    correct: float  # a whole number of answers, or the sum of shares
     counted: int
     skipped: int
     accuracy: float = field(init=False)  # share of the counted; 0 if there are none, as in gensim
@@ -74,8 +75,19 @@ class SimilarityScore:
     answers: str = ""  # of all pairs in order: their mean is `spearman`; nan was skipped
 
 
+class ItemScore(AnalogyScore):
+    """Score of recommended items; the second section is of popular ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.total = self.sections[0]
+
+
 class Scores(NamedTuple):
-    """Scores of Google's analogies, word pairs, and further analogies by file."""
+    """Scores of Google's analogies, word pairs, and further analogies by file.
+
+    Those of held-out items are among the further ones, as `datasets.ITEM_SCORES`.
+    """
 
     analogies: AnalogyScore
     similarities: Sequence[SimilarityScore]
@@ -112,6 +124,7 @@ class Scorer:
                 f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
             )
         self.scale_N = 1 / length_N.clamp(min=torch.finfo().tiny)  # zero vectors have cosine 0
+        self.words = words
         self.rows: dict[str, list[int]] = {}  # of all case variants, the most frequent one first
         for row, word in enumerate(words):
             self.rows.setdefault(word.upper(), []).append(row)
@@ -160,18 +173,67 @@ class Scorer:
         ]
         question_P, row_P = torch.tensor(asked, device=device).T
         other_Q = torch.full_like(answer_Q, -math.inf)
-        words = min(WORDS[device.type], len(self.vectors_ND))
+        for cosine_Qn in self._cosines(target_QD, question_P, row_P):
+            other_Q = other_Q.maximum(cosine_Qn.amax(1))
+        return (answer_Q > other_Q).tolist()
+
+    def _cosines(self, target_QD: Tensor, question_P: Tensor, row_P: Tensor) -> Iterator[Tensor]:
+        """Yield cosines [Q, n] with blocks of words; -inf at the given places.
+
+        Targets that are not of length 1 scale them. A block is overwritten by the next.
+        """
+        words = min(WORDS[target_QD.device.type], len(self.vectors_ND))
         # Memory of one block serves all: the system would clear it anew for each.
-        memory = target_QD.new_empty(len(questions) * words)
+        memory = target_QD.new_empty(len(target_QD) * words)
         for first in range(0, len(self.vectors_ND), words):
             block_nD = self.vectors_ND[first : first + words]
-            cosine_Qn = memory[: len(questions) * len(block_nD)].view(len(questions), -1)
+            shape = len(target_QD), len(block_nD)
+            cosine_Qn = memory[: math.prod(shape)].view(shape)
             torch.mm(target_QD, block_nD.T, out=cosine_Qn)
             cosine_Qn.mul_(self.scale_N[first : first + words])
             inside_P = (row_P >= first) & (row_P < first + words)
             cosine_Qn[question_P[inside_P], row_P[inside_P] - first] = -math.inf
-            other_Q = other_Q.maximum(cosine_Qn.amax(1))
-        return (answer_Q > other_Q).tolist()
+            yield cosine_Qn
+
+    def items(self, pairs: Sequence[Sequence[str]]) -> dict[str, ItemScore]:
+        """Score the items nearest to each query as recommendations.
+
+        pairs: The query, and the item that followed it, [Q, 2]. Hits are among the first 10; MRR
+        is the mean of 1 / rank, 0 after the first 10. Equal cosines count against the item. The
+        most frequent items are recommended for comparison.
+        """
+        rows = {word: row for row, word in enumerate(self.words)}  # letter case tells items apart
+        is_known = [query in rows and item in rows for query, item in pairs]
+        known = [(rows[query], rows[item]) for query, item in itertools.compress(pairs, is_known)]
+        row_Q2 = torch.tensor(known, dtype=torch.long).reshape(-1, 2).to(self.vectors_ND.device)
+        near_Q = torch.cat([self._ranks(*block.T) for block in row_Q2.split(QUESTIONS)])
+        popular_Q = 1 + row_Q2[:, 1] - (row_Q2[:, 0] < row_Q2[:, 1]).long()  # without the query
+        ranks = {"neighbors": near_Q, "popularity": popular_Q}
+        hits = {of: (rank_Q <= MOST_SHOWN).long() for of, rank_Q in ranks.items()}
+        reciprocals = {of: hits[of] / ranks[of] for of in ranks}
+        # Only those of one score: a test would take two of the same items for twice as many.
+        texts = (f"{value:.4f}" for value in reciprocals["neighbors"].tolist())
+        answers = "", _in_order(is_known, texts)
+        found = {}
+        for name, values, shown in zip(
+            datasets.ITEM_SCORES, (hits, reciprocals), answers, strict=True
+        ):
+            sections = [
+                Section(of, value_Q.sum().item(), len(known), len(pairs) - len(known))
+                for of, value_Q in values.items()
+            ]
+            found[name] = ItemScore(sections, shown)
+        return found
+
+    def _ranks(self, query_Q: Tensor, item_Q: Tensor) -> Tensor:
+        """Return the rank of each item among the words nearest to its query."""
+        target_QD = self._unit(query_Q)
+        cosine_Q1 = (target_QD * self._unit(item_Q)).sum(1, keepdim=True)
+        question_P = torch.arange(len(query_Q), device=query_Q.device).repeat(2)
+        rank_Q = torch.ones_like(query_Q)
+        for other_Qn in self._cosines(target_QD, question_P, torch.cat([query_Q, item_Q])):
+            rank_Q += (other_Qn >= cosine_Q1).sum(1)
+        return rank_Q
 
     def similarity(self, name: str | Path) -> SimilarityScore:
         """Correlate cosines with human judgement.
@@ -223,10 +285,16 @@ def scores(
     questions: Sequence[str | Path] = (),
     pairs: Sequence[str | Path] = (),
     restrict_vocab: int | None = RESTRICT_VOCAB,
+    items: Sequence[Sequence[str]] = (),
 ) -> Scores:
-    """Score Google's analogies, word pairs, and further files of both."""
+    """Score Google's analogies, word pairs, and further files of both.
+
+    `items` are scored if there are some: see `Scorer.items`.
+    """
     scorer = Scorer(words, vectors, restrict_vocab)
     further = {datasets.set_name(path): scorer.analogies(path) for path in questions}
+    if items:
+        further |= scorer.items(items)
     similarities = [scorer.similarity(name) for name in (*datasets.PAIR_SETS, *pairs)]
     return Scores(scorer.analogies(), similarities, further)
 
@@ -245,19 +313,27 @@ def report(scores: Scores) -> tuple[str, str]:
             share = "-"
             if part.counted:
                 share = f"{100 * part.accuracy:.1f} %"
-            counts = f"{part.correct:>7}  {part.counted:>7}  {part.skipped:>7}"
+            counts = f"{part.correct:>7.6g}  {part.counted:>7}  {part.skipped:>7}"
             lines.append(f"{name:<{width}}  {share:>8}  {counts}")
         return lines
 
-    sections = [(part.name, part) for part in google.sections]
+    sections, sums = [], []
+    if further:  # perhaps of items, of which other sets know nothing
+        similarities = [pairs for pairs in similarities if pairs.pairs]
+    if google.total.counted or not further:
+        sections = [(part.name, part) for part in google.sections]
+        sums = [(part.name, part) for part in (google.semantic, google.syntactic, google.total)]
     for name, other in further.items():
         sections += [(f"{name}: {part.name}", part) for part in other.sections]
-    sums = [(part.name, part) for part in (google.semantic, google.syntactic, google.total)]
-    sums += [(name, other.total) for name, other in further.items()]
+        sums.append((name, other.total))
+        if isinstance(other, ItemScore):
+            sums.append(("  of popular items", other.sections[1]))
     titles = [datasets.title(pairs.name) for pairs in similarities]
     # All tables have a first column of the same width.
     width = max(map(len, [*titles, *(name for name, _ in [*sections, *sums])]))
-    lines = [*table(sums), "", f"{'similarity':<{width}}  spearman    pairs  unknown"]
+    lines = table(sums)
+    if similarities:
+        lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
     for title, pairs in zip(titles, similarities, strict=True):
         rho = "-"
         if pairs.spearman is not None:

@@ -23,6 +23,7 @@ from w2v.system.console import escape_warnings, show
 from w2v.system.files import naming_file, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast, limit_threads
 from w2v.vectors.datasets import RESTRICT_VOCAB
+from w2v.vectors.manifest import FILES
 
 FOREIGN_OPTIONS = {  # of fastText and gensim, and likely guesses
     **dict.fromkeys(("thread", "workers"), "threads"),
@@ -149,9 +150,11 @@ def make_parser(name: str) -> Parser:
         add("words", nargs="*", default=[], metavar="word", help=words)
         add("--topn", type=count, default=10, metavar="N", help="number of answers (default: 10)")
     if name == "export":
-        for option, suffix in (("--kv", "kv"), ("--bin", "bin"), ("--text", "txt")):
-            file = f"write vectors.{suffix}"
-            add(option, action="append_const", dest="formats", const=suffix, help=file)
+        files = {"kv": "vectors.kv", "bin": "vectors.bin", "txt": "vectors.txt"} | FILES
+        for form, file in files.items():
+            option = {"txt": "text"}.get(form, form)
+            written = f"write {file}"
+            add(f"--{option}", action="append_const", dest="formats", const=form, help=written)
     if name == "map":
         add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
     if name in TO:

@@ -52,7 +52,7 @@ def analogies(options: Namespace) -> int:
 def export_vectors(options: Namespace) -> None:
     """Write the vectors in other formats, and print the paths of the files."""
     if not options.formats:
-        raise VectorsError("export has nothing to write; add --kv, --bin or --text")
+        raise VectorsError("export has nothing to write; add --kv, --text, ... (see --help)")
     show(*Vectors(options.run).export(*options.formats, to=options.to))
 
 

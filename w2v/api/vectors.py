@@ -9,12 +9,12 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from w2v.system.files import naming_file
-from w2v.vectors import export, query, report
+from w2v.vectors import convert, export, query, report
 from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError, Further, read_items
 from w2v.vectors.load import READABLE, VectorsError, Words, find, load_words
 from w2v.vectors.load import load as load_gensims
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from w2v.vectors.evaluate import Scores
 
+INDEXED_WORDS = 1_000_000  # from which on an index is searched, if there is one
 Answers = list[tuple[str, float]]  # words and their cosines, the nearest first
 
 
@@ -49,6 +50,10 @@ class Vectors:
     @functools.cached_property
     def _kv(self) -> Words:
         return load_words(self.path)
+
+    @functools.cached_property
+    def _index(self) -> Any:
+        return convert.open_index(self.folder, len(self)) if len(self) >= INDEXED_WORDS else None
 
     @property
     def words(self) -> list[str]:
@@ -86,7 +91,7 @@ class Vectors:
 
         Raises `EvaluationError`, with the nearest spellings, for an unknown word.
         """
-        return query.combination(self._kv, [word], topn)
+        return query.combination(self._kv, [word], topn, self._index)
 
     def analogies(self, *words: str, topn: int = 10) -> Answers:
         """Return the `topn` words nearest to an analogy, with cosines.
@@ -101,7 +106,7 @@ class Vectors:
                 raise EvaluationError(f"{' '.join(terms)!r} is not 3 words, {remedy}")
             a, b, c = terms
             terms = [b, "-", a, "+", c]
-        return query.combination(self._kv, terms, topn)
+        return query.combination(self._kv, terms, topn, self._index)
 
     def score(
         self,
@@ -139,11 +144,16 @@ class Vectors:
         """Write the vectors in other formats; return the files.
 
         Args:
-            formats: Of "kv", "bin" and "txt".
+            formats: Of "kv", "bin", "txt", "safetensors", "npy", "parquet", "projector",
+                "sentence-transformers" and "index", which `nn` searches from 1 M words on.
             to: A folder; by default that of the vectors.
 
-        Raises `VectorsError` for other formats, and for words that a format cannot store.
+        Raises `VectorsError` for other formats, words that a format cannot store, and packages that
+        are not installed.
         """
+        known = "kv", "bin", "txt", *convert.FILES
+        if unknown := set(formats) - set(known):
+            raise VectorsError(f"{' '.join(unknown)} is no format; take {', '.join(known)}")
         folder = Path(to or self.folder)
         if folder.suffix in (*READABLE, ".safetensors"):
             raise VectorsError(f"--to {folder} names a file; name a folder")

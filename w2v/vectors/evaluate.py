@@ -318,9 +318,10 @@ def report(scores: Scores) -> tuple[str, str]:
         return lines
 
     sections, sums = [], []
-    if further:  # perhaps of items, of which other sets know nothing
+    has_items = any(isinstance(other, ItemScore) for other in further.values())
+    if has_items:  # sets of words know nothing of them
         similarities = [pairs for pairs in similarities if pairs.pairs]
-    if google.total.counted or not further:
+    if google.total.counted or not has_items:
         sections = [(part.name, part) for part in google.sections]
         sums = [(part.name, part) for part in (google.semantic, google.syntactic, google.total)]
     for name, other in further.items():

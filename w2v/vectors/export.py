@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from w2v.system.files import TEMPORARY_SUFFIX, hash_file, sync
-from w2v.vectors import manifest
+from w2v.vectors import convert, manifest
 from w2v.vectors.load import ARRAY, VOCAB, VectorsError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _binary(words: Sequence[str], vectors_VD: np.ndarray) -> Iterator[bytes]:
 
 
 def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[Path]:
-    """Write vectors.kv, vectors.bin or vectors.txt; return their paths.
+    """Write vectors.kv, .bin, .txt or `manifest.FILES`; return their paths.
 
     Words keep their order if counts fall; otherwise gensim sorts .bin and .txt by count.
     """
@@ -143,11 +144,15 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
     with _new_files(folder) as new:
         for name in formats:
             path = str(new / f"vectors.{name}")
-            if name == "kv":
+            if name in manifest.FILES:
+                convert.write(name, kv.index_to_key, kv.vectors, new)
+            elif name == "kv":
                 kv.save(path, separately=["vectors"])
             else:
                 kv.save_word2vec_format(path, binary=name == "bin")
-        written = [path.name for path in new.iterdir()]
+        written = [path.name for path in new.iterdir() if path.is_file()]
+        if (new / manifest.STATIC).exists():
+            shutil.rmtree(folder / manifest.STATIC, ignore_errors=True)
         (folder / manifest.SUMS).unlink(missing_ok=True)  # wrong until all files are in place
     if sums:
         # Only new files are hashed, as the others may have been damaged since.
@@ -156,7 +161,7 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
             sums.pop(VOCAB, None)  # the words of other vectors
         known = {name: sums[name] for name in sums if (folder / name).exists()}
         manifest.write(folder, step, known)
-    return [folder / f"vectors.{name}" for name in formats]
+    return [folder / manifest.FILES.get(name, f"vectors.{name}") for name in formats]
 
 
 @contextlib.contextmanager

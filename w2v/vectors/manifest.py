@@ -9,6 +9,7 @@ Its first line has the training step, and the others have checksums, as `sha256s
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from shlex import quote
@@ -19,6 +20,15 @@ SUMS = "vectors.sha256"
 STEP = "# step "
 VECTORS = "vectors.*"  # this manifest too
 DERIVED = "scores.json", "README.md", "map.png", "report.html", "report.js"  # from the vectors
+STATIC = "static_embedding"  # a folder
+FILES = {  # for other programs, by format
+    "safetensors": "vectors.safetensors",
+    "npy": "vectors.npy",
+    "parquet": "vectors.parquet",
+    "projector": "vectors.tsv",
+    "sentence-transformers": STATIC,
+    "index": "vectors.usearch",
+}
 
 
 class VectorsError(ValueError):
@@ -82,3 +92,4 @@ def remove_derived(folder: Path) -> None:
     """Remove what was made from the vectors of an earlier step."""
     for name in DERIVED:
         (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / STATIC, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +17,13 @@ SIGNS = {"+": 1, "-": -1}
 SPELLED = 100_000  # frequent words that are compared with an unknown one, in 0.3 s
 
 
-def combination(kv: Words, terms: Sequence[str], topn: int = 10) -> list[tuple[str, float]]:
+def combination(
+    kv: Words, terms: Sequence[str], topn: int = 10, index: Any = None
+) -> list[tuple[str, float]]:
     """Return the `topn` words nearest to a sum, with cosines.
 
     The sum is one word, or several such as ["king", "-", "man", "+", "woman"]. The answers are
-    those of gensim's most_similar, whose import takes seconds.
+    those of gensim's most_similar, whose import takes seconds; with an index, nearly all of them.
     """
     words = terms[::2]
     signs = ["+", *terms[1::2]]
@@ -37,15 +40,27 @@ def combination(kv: Words, terms: Sequence[str], topn: int = 10) -> list[tuple[s
             raise EvaluationError(f"{word!r} is not in the vocabulary; {hint}")
     rows = [kv.key_to_index[word] for word in words]
     sign_T = np.array([SIGNS[sign] for sign in signs], np.float32)
-    if kv.norms is None:
-        kv.norms = np.linalg.norm(kv.vectors, axis=1)
     with np.errstate(all="ignore"):  # zero vectors
-        sum_D = sign_T @ (kv.vectors[rows] / kv.norms[rows, None])
+        vectors_TD = kv.vectors[rows]
+        sum_D = sign_T @ (vectors_TD / np.linalg.norm(vectors_TD, axis=1, keepdims=True))
         # The sum of king - king is zero, and so are its cosines.
-        cosine_V = kv.vectors @ (sum_D / (np.linalg.norm(sum_D) or 1)) / kv.norms
-    nearest = np.argsort(-cosine_V)[: topn + len(rows)].tolist()
-    best = [row for row in nearest if row not in rows][:topn]
-    return [(kv.index_to_key[row], float(cosine_V[row])) for row in best]
+        found = _nearest(kv, sum_D / (np.linalg.norm(sum_D) or 1), topn + len(rows), index)
+    return [(kv.index_to_key[row], cosine) for row, cosine in found if row not in rows][:topn]
+
+
+def _nearest(kv: Words, unit_D: np.ndarray, count: int, index: Any) -> list[tuple[int, float]]:
+    """Return rows and cosines of the words nearest to a vector."""
+    if index is None:
+        if kv.norms is None:
+            kv.norms = np.linalg.norm(kv.vectors, axis=1)
+        row_n, cosine_n = None, kv.vectors @ unit_D / kv.norms
+    else:
+        row_n = index.search(unit_D, count).keys.astype(int)
+        vectors_nD = kv.vectors[row_n]
+        cosine_n = vectors_nD @ unit_D / np.linalg.norm(vectors_nD, axis=1)
+    best = np.argsort(-cosine_n)[:count]
+    rows = best if row_n is None else row_n[best]
+    return list(zip(rows.tolist(), cosine_n[best].tolist(), strict=True))
 
 
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:

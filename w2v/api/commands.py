@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from w2v.api.vectors import Answers, Vectors, load
+from w2v.api.vectors import Answers, load
 from w2v.system.console import show
 from w2v.system.files import one_line, printable
 from w2v.vectors import report
@@ -53,12 +53,12 @@ def export_vectors(options: Namespace) -> None:
     """Write the vectors in other formats, and print the paths of the files."""
     if not options.formats:
         raise VectorsError("export has nothing to write; add --kv, --text, ... (see --help)")
-    show(*Vectors(options.run).export(*options.formats, to=options.to))
+    show(*load(options.run).export(*options.formats, to=options.to))
 
 
 def draw_map(options: Namespace) -> None:
     """Draw the most frequent words in two dimensions."""
-    show(Vectors(options.run).map(options.to, options.words))
+    show(load(options.run).map(options.to, options.words))
 
 
 def write_report(options: Namespace) -> None:

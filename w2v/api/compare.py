@@ -24,15 +24,7 @@ from typing import Any
 
 from w2v.api.cli import make_parser
 from w2v.api.train import as_arguments, sort_settings
-from w2v.config import (
-    Config,
-    ConfigError,
-    CorpusConfig,
-    RunConfig,
-    VocabConfig,
-    load_config,
-    save_config,
-)
+from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.distributed.ranks import SINGLE
 from w2v.system import console
 from w2v.system.files import as_json, atomic_write
@@ -43,16 +35,9 @@ from w2v.text.vocab import Vocab
 from w2v.training import build, plan
 from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
-from w2v.vectors import evaluate, export, runs
+from w2v.vectors import datasets, evaluate, export, runs
 from w2v.vectors import report as pages
-from w2v.vectors.datasets import (
-    ITEM_SCORES,
-    PAIR_SETS,
-    EvaluationError,
-    Further,
-    read_items,
-    set_name,
-)
+from w2v.vectors.datasets import ITEM_SCORES, PAIR_SETS, EvaluationError, Further, set_name
 
 log = logging.getLogger("w2v")
 # No checkpoints; scores and losses at many points, for the curves.
@@ -65,7 +50,7 @@ SHOWN = ("held-out loss", "analogies %", f"{ITEM_SCORES[0]} %", "seconds")
 @functools.cache
 def open_once(corpus: CorpusConfig, vocab: VocabConfig, holds_items: bool) -> tuple[Vocab, Corpus]:
     """Open a corpus; later calls return the same one."""
-    run = RunConfig(held_out_items=holds_items)
+    run = replace(Config().run, held_out_items=holds_items)
     return open_corpus(Config(corpus=corpus, vocab=vocab, run=run))
 
 
@@ -117,9 +102,8 @@ def train_and_score(
     loop = build.build(planned)
     held_out = build.make_heldout(planned, loop)
     try:
-        words = corpus.raw_words
-        items = corpus.held_items
-        with Trainer(loop, vocab, words, folder, held_out, held_items=items) as trainer:
+        held_items = {"held_items": corpus.held_items}
+        with Trainer(loop, vocab, corpus.raw_words, folder, held_out, **held_items) as trainer:
             trainer.train()
         table = trainer.loop.step.inputs
         words = len(vocab.words)
@@ -127,7 +111,9 @@ def train_and_score(
             blocks = export.in_order(table, SINGLE, words)
             export.save_run(vocab, table.dim, blocks, folder, ["kv"])
         vectors_VD = table["weight"][:words]
-        scored = evaluate.scores(vocab.words, vectors_VD, *further, items=read_items(folder))
+        scored = evaluate.scores(
+            vocab.words, vectors_VD, *further, items=datasets.read_items(folder)
+        )
         return evaluate.as_dict(scored) | trainer.results()
     except (Diverged, EvaluationError) as error:
         return {"diverged": str(error)}

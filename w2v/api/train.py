@@ -58,6 +58,9 @@ def run(options: argparse.Namespace) -> int | None:
     if options.help_config:
         console.show(describe_config().rstrip())
         return None
+    # Threads that write files take turns with one that computes in Python; by default each waits
+    # for 5 ms, several times for each part of a file.
+    sys.setswitchinterval(SWITCH_SECONDS)
     if options.threads:
         if options.threads > cores():
             raise ConfigError(f"--threads {options.threads} is more than the {cores()} cores")
@@ -116,12 +119,8 @@ def train(
     options = make_parser("train").parse_args(["--quiet"] * quiet)
     options.settings = as_arguments(settings, keys)
     options.resume = resume and os.fspath(resume)
-    interval = sys.getswitchinterval()
     with console.restored_log():
-        try:
-            folder = train_run(options, Signals())
-        finally:
-            sys.setswitchinterval(interval)
+        folder = train_run(options, Signals())
         assert folder, "only a dry run has none"
         write_report(folder)
     return load(folder)
@@ -132,11 +131,8 @@ def as_arguments(settings: Sequence[str | os.PathLike[str]], keys: Mapping[str, 
     arguments = [os.fspath(setting) for setting in settings]
     for keyword, value in keys.items():
         if not (name := KEYWORDS.get(keyword)):
-            near = nearest_key(keyword)
-            hint = "see w2v train --help-config"
-            if near:
-                short = next((word for word in KEYWORDS if KEYWORDS[word] == near), f"{near}=VALUE")
-                hint = f"did you mean {short}?"
+            near = nearest_key(keyword).rpartition(".")[2]
+            hint = f"did you mean {near}?" if near else "see w2v train --help-config"
             raise ConfigError(f"{keyword}={value!r} is not a setting; {hint}")
         if not isinstance(value, (str, os.PathLike)):
             value = json.dumps(value, ensure_ascii=False, default=str)
@@ -159,9 +155,6 @@ def write_report(folder: Path) -> None:
 def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
     """Load, plan, check, train and export; return the folder, on rank 0."""
     timeline = Timeline()
-    # Threads that write files take turns with one that computes in Python; by default each waits
-    # for 5 ms, several times for each part of a file.
-    sys.setswitchinterval(SWITCH_SECONDS)
     # Load: settings, torch and the text.
     level = console.RESULTS if options.quiet else logging.INFO
     level = console.DETAILS if options.verbose or options.dry_run else level

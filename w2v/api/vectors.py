@@ -29,50 +29,43 @@ INDEXED_WORDS = 1_000_000  # from which on an index is searched, if there is one
 Answers = list[tuple[str, float]]  # words and their cosines, the nearest first
 
 
-class Vectors:
+class Vectors(Words):
     """Vectors of a run or a file; `vectors["king"]` is that of a word, [D].
 
-    Functions of w2v that take a path of a run take this too. Files are read when they are needed.
+    Functions of w2v that take the path of a run take this too.
 
     Args:
         run: A run folder, "latest", or a file of vectors of any program (.kv .bin .txt .vec,
             also packed).
 
+    Attributes:
+        words: The V words by falling frequency.
+        vectors: Their vectors, [V, D].
+        path: The file, in `folder`.
+
     Raises:
         RunError: There is no such run.
-        VectorsError: The file is damaged, or holds no vectors; raised when it is read.
+        VectorsError: The file is damaged, or holds no vectors.
     """
 
     def __init__(self, run: str | os.PathLike[str] = "latest"):
         self.path = find(os.fspath(run))
         self.folder = self.path.parent
-
-    @functools.cached_property
-    def _kv(self) -> Words:
-        return load_words(self.path)
+        vars(self).update(vars(load_words(self.path)))  # without a copy of the words
+        self.words = self.index_to_key
 
     @functools.cached_property
     def _index(self) -> Any:
         return convert.open_index(self.folder, len(self)) if len(self) >= INDEXED_WORDS else None
 
-    @property
-    def words(self) -> list[str]:
-        """The V words by falling frequency."""
-        return self._kv.index_to_key
-
-    @property
-    def vectors(self) -> np.ndarray:
-        """The vectors of the words, [V, D]."""
-        return self._kv.vectors
-
     def __len__(self) -> int:
         return len(self.words)
 
     def __contains__(self, word: str) -> bool:
-        return word in self._kv.key_to_index
+        return word in self.key_to_index
 
     def __getitem__(self, word: str) -> np.ndarray:
-        return self.vectors[self._kv.key_to_index[word]]
+        return self.vectors[self.key_to_index[word]]
 
     def __fspath__(self) -> str:
         """Return the run folder, or the file where it is not that of a run."""
@@ -91,7 +84,7 @@ class Vectors:
 
         Raises `EvaluationError`, with the nearest spellings, for an unknown word.
         """
-        return query.combination(self._kv, [word], topn, self._index)
+        return query.combination(self, [word], topn, self._index)
 
     def analogies(self, *words: str, topn: int = 10) -> Answers:
         """Return the `topn` words nearest to an analogy, with cosines.
@@ -106,7 +99,7 @@ class Vectors:
                 raise EvaluationError(f"{' '.join(terms)!r} is not 3 words, {remedy}")
             a, b, c = terms
             terms = [b, "-", a, "+", c]
-        return query.combination(self._kv, terms, topn, self._index)
+        return query.combination(self, terms, topn, self._index)
 
     def score(
         self,
@@ -131,7 +124,7 @@ class Vectors:
         That is `to`, or map.png in the folder `to` or in that of the vectors. Raises `ReportError`
         if there are fewer than four words.
         """
-        return report.word_map(self._kv, picture_path([self.folder], "map.png", to), words)
+        return report.word_map(self, picture_path([self.folder], "map.png", to), words)
 
     def report(self, to: str | Path | None = None) -> Path:
         """Write the HTML page of the run or file; return its path.
@@ -161,13 +154,4 @@ class Vectors:
             return export.save(self.gensim(), folder, formats)
 
 
-def load(run: str | os.PathLike[str] = "latest") -> Vectors:
-    """Load the vectors of a run folder, of the `latest` in runs, or of a file.
-
-    Raises:
-        RunError: There is no such run.
-        VectorsError: The files are damaged, or hold no vectors.
-    """
-    vectors = Vectors(run)
-    len(vectors)  # reads the files
-    return vectors
+load = Vectors  # reads as a verb: w2v.load("latest")

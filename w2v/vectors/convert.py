@@ -54,7 +54,7 @@ def _package(name: str) -> Any:
 
 
 def _write_static(words: Sequence[str], vectors_VD: np.ndarray, folder: Path) -> None:
-    """Write a folder of sentence-transformers: a text is the mean of its words.
+    """Write a folder of sentence-transformers: texts are means of words.
 
     Words are separated by white space, and those that are unknown count as zero. Texts are
     converted to lower case if all words are in lower case.

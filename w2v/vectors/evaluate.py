@@ -209,21 +209,18 @@ class Scorer:
         near_Q = torch.cat([self._ranks(*block.T) for block in row_Q2.split(QUESTIONS)])
         popular_Q = 1 + row_Q2[:, 1] - (row_Q2[:, 0] < row_Q2[:, 1]).long()  # without the query
         ranks = {"neighbors": near_Q, "popularity": popular_Q}
-        hits = {of: (rank_Q <= MOST_SHOWN).long() for of, rank_Q in ranks.items()}
-        reciprocals = {of: hits[of] / ranks[of] for of in ranks}
-        # Only those of one score: a test would take two of the same items for twice as many.
-        texts = (f"{value:.4f}" for value in reciprocals["neighbors"].tolist())
-        answers = "", _in_order(is_known, texts)
-        found = {}
-        for name, values, shown in zip(
-            datasets.ITEM_SCORES, (hits, reciprocals), answers, strict=True
-        ):
-            sections = [
-                Section(of, value_Q.sum().item(), len(known), len(pairs) - len(known))
-                for of, value_Q in values.items()
-            ]
-            found[name] = ItemScore(sections, shown)
-        return found
+        scored: dict[str, list[Section]] = {name: [] for name in datasets.ITEM_SCORES}
+        for of, rank_Q in ranks.items():
+            hit_Q = (rank_Q <= MOST_SHOWN).long()
+            for sections, value_Q in zip(scored.values(), (hit_Q, hit_Q / rank_Q), strict=True):
+                total = value_Q.sum().item()
+                sections.append(Section(of, total, len(known), len(pairs) - len(known)))
+        shares = ((near_Q <= MOST_SHOWN) / near_Q).tolist()
+        hits, mrr = scored.values()
+        # Answers of one alone: a test would take two of the same items for twice as many.
+        answers = _in_order(is_known, (f"{share:.4f}" for share in shares))
+        both = ItemScore(hits), ItemScore(mrr, answers)
+        return dict(zip(datasets.ITEM_SCORES, both, strict=True))
 
     def _ranks(self, query_Q: Tensor, item_Q: Tensor) -> Tensor:
         """Return the rank of each item among the words nearest to its query."""

@@ -102,8 +102,9 @@ def train_and_score(
     loop = build.build(planned)
     held_out = build.make_heldout(planned, loop)
     try:
-        held_items = {"held_items": corpus.held_items}
-        with Trainer(loop, vocab, corpus.raw_words, folder, held_out, **held_items) as trainer:
+        trainer = Trainer(loop, vocab, corpus.raw_words, folder, held_out)
+        trainer.held_items = corpus.held_items
+        with trainer:
             trainer.train()
         table = trainer.loop.step.inputs
         words = len(vocab.words)
@@ -111,9 +112,8 @@ def train_and_score(
             blocks = export.in_order(table, SINGLE, words)
             export.save_run(vocab, table.dim, blocks, folder, ["kv"])
         vectors_VD = table["weight"][:words]
-        scored = evaluate.scores(
-            vocab.words, vectors_VD, *further, items=datasets.read_items(folder)
-        )
+        items = datasets.read_items(folder)
+        scored = evaluate.scores(vocab.words, vectors_VD, *further, items=items)
         return evaluate.as_dict(scored) | trainer.results()
     except (Diverged, EvaluationError) as error:
         return {"diverged": str(error)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -27,7 +28,7 @@ from w2v.api.train import as_arguments, sort_settings
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.distributed.ranks import SINGLE
 from w2v.system import console
-from w2v.system.files import as_json, atomic_write
+from w2v.system.files import as_json, atomic_write, refused
 from w2v.system.process import describe_environment
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
@@ -253,14 +254,16 @@ class Compared(runs.Comparison):
     def of_runs(cls, found: Sequence[runs.Run]) -> Compared:
         """Compare runs; the first verdicts say what popular items score."""
         rows, columns, verdicts = runs.Comparison.of(found)
-        popular = {}
+        lines = {}
         for run in found:
-            for name in ITEM_SCORES:
-                if scored := run.scores["questions"].get(name):
-                    share = 100 * (scored["sections"][1]["accuracy"] or 0)
-                    popular[f"{name} of popular items in {run.settings['corpus.path']}"] = share
-        lines = [f"{name}: {share:.1f} %" for name, share in popular.items()]
-        return cls(rows, columns, lines + verdicts)
+            for name in run.scores["questions"].keys() & set(ITEM_SCORES):
+                file = run.folder / "scores.json"
+                with refused(runs.RunError, f"{file} is damaged", "train the run again"):
+                    scored = json.loads(file.read_text(encoding="utf-8"))["questions"][name]
+                    share = f"{scored['sections'][1]['accuracy']:.1%}".replace("%", " %")
+                text = run.settings["corpus.path"]
+                lines[text, name] = f"{name} of popular items in {text}: {share}"
+        return cls(rows, columns, [lines[key] for key in sorted(lines)] + verdicts)
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((120, 24)).columns, 120)

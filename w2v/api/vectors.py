@@ -76,8 +76,8 @@ class Vectors(Words):
         return f"w2v.load({os.fspath(self)!r})"
 
     def gensim(self) -> KeyedVectors:
-        """Return a copy as gensim's KeyedVectors."""
-        return load_gensims(self.path)
+        """Return the vectors as gensim's KeyedVectors."""
+        return load_gensims(self)
 
     def nn(self, word: str, topn: int = 10) -> Answers:
         """Return the `topn` words nearest to a word, with cosines.

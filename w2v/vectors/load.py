@@ -96,14 +96,14 @@ class Words:
         self.norms: np.ndarray | None = None  # computed on demand
 
 
-def load(run: str | Path) -> KeyedVectors:
-    """Load the vectors that `run` names, see `find`, as gensim's class.
+def load(run: str | Path | Words) -> KeyedVectors:
+    """Load the vectors that `run` names, see `find`, or is, as gensim's class.
 
     gensim's own `load` runs any code that a .kv file, a pickle, names; this does not.
     """
     from gensim.models import KeyedVectors
 
-    words = load_words(run)
+    words = run if isinstance(run, Words) else load_words(run)
     kv = KeyedVectors(words.vectors.shape[1])
     kv.index_to_key = words.index_to_key
     kv.key_to_index = words.key_to_index

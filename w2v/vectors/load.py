@@ -97,7 +97,7 @@ class Words:
 
 
 def load(run: str | Path | Words) -> KeyedVectors:
-    """Load the vectors that `run` names, see `find`, or is, as gensim's class.
+    """Load the vectors that `run` names, see `find`, as gensim's class.
 
     gensim's own `load` runs any code that a .kv file, a pickle, names; this does not.
     """

@@ -1,4 +1,4 @@
-"""Scores with nothing set beside ordinary settings, and the fit of automatic rates.
+"""Score ordinary settings beside nothing set, and fit automatic rates.
 
     python tests/bench/settings.py cases wiki:1 books:1 > cases.jsonl
     python tests/bench/tuning.py cases.jsonl --texts wiki=wiki100.txt books=books45.txt --to FILE
@@ -102,7 +102,7 @@ def read(files: list[Path]) -> list[list[dict[str, Any]]]:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print SHOWN scores in percent by setting, of each file and of gensim's better alpha.
+    """Print scores by setting, of each file and of gensim's better alpha.
 
     They are means over the texts, and over seeds.
     """
@@ -144,7 +144,7 @@ def collect(args: argparse.Namespace) -> None:
 
 
 def best_rate(scores: dict[float, list[float]]) -> float:
-    """Return the rate where a parabola through the best three mean scores is highest.
+    """Return the best rate, by a parabola through three mean scores.
 
     It is between these three, so at most the highest rate that was tried.
     """
@@ -159,7 +159,7 @@ def best_rate(scores: dict[float, list[float]]) -> float:
 
 
 def named(row: dict[str, str]) -> tuple[str, str, float] | None:
-    """Return the optimizer, the setting and the rate of a run in results/, if it is for the fit."""
+    """Return optimizer, setting and rate of a run in results/, or None."""
     settings = row["settings"]
     if row.get("lr") and settings in RATIOS | {"nothing": 1}:
         return "Adam", settings, float(row["lr"])
@@ -178,7 +178,7 @@ def named(row: dict[str, str]) -> tuple[str, str, float] | None:
 
 
 def fit(args: argparse.Namespace) -> None:
-    """Print best rates of settings, times those with nothing set, beside the rule of auto.py."""
+    """Print best rates of settings beside the rule of auto.py."""
     runs: dict[Any, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(RESULTS.glob("*.csv.gz")):
         with gzip.open(file, "rt") as lines:

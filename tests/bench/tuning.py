@@ -172,7 +172,7 @@ def score(words: Sequence[str], vectors_VD: Tensor, further: datasets.Further) -
 
 @functools.cache
 def open_text(path: Path, folder: Path, *cuts: str) -> tuple[Vocab, Corpus]:
-    """Open a text with settings of its vocabulary; later calls return the same one."""
+    """Open a text with settings of its vocabulary, once."""
     places = [f"corpus.path={path}", f"corpus.data_dir={folder}"]
     return open_corpus(load_config([], [*places, *cuts]))
 

@@ -103,7 +103,10 @@ class Vocab:
 
 
 def median_count(counts: np.ndarray) -> float:
-    """Return the median count of words that occur LEAST_COUNT times, or of all if none does."""
+    """Return the median count of words that occur LEAST_COUNT times.
+
+    Where no word does, it is that of all words.
+    """
     for least in (LEAST_COUNT, 1, 0):
         if len(found := counts[counts >= least]):
             return float(np.median(found))

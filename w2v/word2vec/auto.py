@@ -76,7 +76,9 @@ class Use(NamedTuple):
 
 
 def pairs(model: ModelConfig, share_V: np.ndarray, length: float) -> float:
-    """Return the pairs of a center in sentences of a mean length, after subsampling.
+    """Return the pairs of a center, for sentences of a mean length.
+
+    Words are counted after subsampling.
 
     A pair of a distant word counts by its weight, and pairs of short sentences by the share of a
     window that these fill, as baskets need it [23-4]. CBOW has one pair, of a mean. With a

@@ -1,9 +1,9 @@
-"""Tables of README and docs/dev/performance.md, from the files of results.
+"""Tables of README and docs/dev/performance.md from the files of results; settings from the code.
 
     python tests/bench/tables.py
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. It has a row for each case of its
-files that a pattern matches.
+files that a pattern matches. The one named configuration is the list of all settings.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench.results import FOLDER, ROOT, deviation_of
+from w2v.config import describe_config
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs/dev/performance.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs/dev/performance.md", ROOT / "docs/configuration.md"]
 MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -168,7 +169,13 @@ def markdown(table: Table) -> str:
 
 def render(document: str) -> str:
     """Return a document with its tables written anew."""
-    return MARKED.sub(lambda found: f"{found[1]}{markdown(TABLES[found[2]])}{found[3]}", document)
+
+    def written(name: str) -> str:
+        if name == "configuration":
+            return f"```yaml\n{describe_config()}```\n"
+        return markdown(TABLES[name])
+
+    return MARKED.sub(lambda found: f"{found[1]}{written(found[2])}{found[3]}", document)
 
 
 if __name__ == "__main__":

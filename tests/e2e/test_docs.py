@@ -130,7 +130,7 @@ def test_help_and_errors_import_nothing_heavy(arguments):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     imported = set(re.findall(r"^import time:.*\| +(\w+)$", done.stderr, re.M))
     assert "argparse" in imported
-    assert not imported & {"torch", "gensim", "numpy", "cupy", "matplotlib"}
+    assert not imported & {"torch", "gensim", "numpy", "cupy", "sklearn"}
 
 
 def write_texts(folder, lines):

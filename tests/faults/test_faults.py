@@ -271,11 +271,11 @@ def test_no_file_of_an_earlier_step_is_left_or_read(tmp_path, run_main):
     assert run_main(train, *tiny_arguments(tmp_path)) == (0, "")
     [run] = tmp_path.glob("runs/*")
     assert run_main(evaluate, "export", run, "--text") == (0, "")
-    (run / "map.png").touch()
+    (run / "map.svg").touch()
     status, _ = run_main(train, "--resume", run, "train.epochs=9", "run.formats=kv")
     assert status == 0
     names = {"vectors.kv", "vectors.kv.vectors.npy", "vectors.sha256"}
-    assert {path.name for path in run.glob("vectors.*")} == names and not (run / "map.png").exists()
+    assert {path.name for path in run.glob("vectors.*")} == names and not (run / "map.svg").exists()
     sums = (run / "vectors.sha256").read_text()
     assert all(name in sums for name in names - {"vectors.sha256"}) and "vocab.tsv" in sums
     assert run_main(evaluate, "nn", run, "a") == (0, "")

@@ -1,13 +1,10 @@
 """The map shows the words that it should; errors name the remedy."""
 
-import itertools
-from importlib import import_module
+import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 import evaluate
 from tests.support.planted import kv_of
@@ -23,8 +20,8 @@ def two_clouds(n=30, dim=8, seed=0):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with vectors whose words matplotlib could take for formulas."""
-    export.save(kv_of([f"w{row}$_^" for row in range(60)], two_clouds()), tmp_path, ["kv"])
+    """A folder with vectors whose words XML could take for elements."""
+    export.save(kv_of([f"w{row}<a>&" for row in range(60)], two_clouds()), tmp_path, ["kv"])
     return tmp_path
 
 
@@ -36,39 +33,46 @@ def test_projection_keeps_clouds_apart_and_is_repeatable():
     assert np.array_equal(places, report.project(two_clouds())[0])
 
 
+def names_and_dots(file):
+    """Return the named words with their places, and the words of all dots."""
+    root = ElementTree.parse(file).getroot()
+    tag = "{http://www.w3.org/2000/svg}"
+    names = [(text.text, text.attrib) for text in root.iter(f"{tag}text")]
+    return names, [title.text for title in root.iter(f"{tag}title")]
+
+
 def test_map_is_drawn(folder, capsys):
     assert evaluate.main(["map", str(folder), "--words", "40"]) == 0
-    assert capsys.readouterr().out.strip() == str(folder / "map.png")
-    drawn = imread(folder / "map.png")
-    assert drawn.shape[:2] == (1680, 1680) and drawn[..., :3].min() < 0.2
+    assert capsys.readouterr().out.strip() == str(folder / "map.svg")
+    names, dots = names_and_dots(folder / "map.svg")
+    assert dots == [f"w{row}<a>&" for row in range(40)]
+    assert names[0][0] == dots[0] and {name for name, _ in names} < set(dots)
 
 
-def test_map_has_the_format_of_its_file_name(folder, tmp_path):
-    file = tmp_path / "map.svg"
-    assert evaluate.main(["map", str(folder), "--words", "40", "--to", str(file)]) == 0
-    assert "<svg" in file.read_text()
+def test_other_pictures_than_svg_are_refused(folder, capsys):
+    assert evaluate.main(["map", str(folder), "--to", str(folder / "map.png")]) == 2
+    assert "map.png is not an SVG file" in capsys.readouterr().err
 
 
-def test_letters_have_an_installed_font_or_are_logged(tmp_path, monkeypatch, caplog, recwarn):
-    words = [chr(0x4E00 + number) for number in range(60)]
-    manager = import_module("matplotlib.font_manager")
-    monkeypatch.setattr(manager, "findSystemFonts", list)
-    report.word_map(kv_of(words, two_clouds()), tmp_path / "map.png", 60)
-    (message,) = caplog.messages
-    assert "no font has '一'; install one" in message and not recwarn.list
-    monkeypatch.undo()
-    fonts = [path for path in manager.findSystemFonts() if "CJK" in path]
-    if fonts:  # as on a desktop
-        monkeypatch.setattr(manager, "findSystemFonts", lambda: [str(tmp_path / "no.ttf"), *fonts])
-        assert len(report._fonts("".join(words))) == 2 and len(caplog.messages) == 1
-
-
-def test_a_map_is_a_part_of_the_map_of_the_report(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report, "_name_dots", lambda axis, places, *_: drawn.append(places) or 0)
+def test_a_map_is_a_part_of_the_map_of_the_report(tmp_path):
     kv = kv_of([f"w{row}" for row in range(60)], two_clouds())
-    report.word_map(kv, tmp_path / "map.png", 40)
-    assert np.array_equal(drawn[0], report.project(two_clouds())[0][:40])
+    file = report.word_map(kv, tmp_path / "map.svg", 40)
+    dots = np.array(re.findall('cx="(.*?)" cy="(.*?)"', file.read_text()), float)
+    places = report.project(two_clouds())[0][:40] * [1, -1]  # SVG counts from the top
+    scaled = (places - places.min(0)) / np.ptp(places, axis=0)
+    assert dots == pytest.approx(
+        report.MARGIN + (report.SIDE - 2 * report.MARGIN) * scaled, abs=0.1
+    )
+
+
+def test_names_do_not_cover_each_other(tmp_path, monkeypatch):
+    places = np.array([[0, 0], [0, 0.01], [0.5, 0.5], [1, 1], [0.501, 0.5]])
+    monkeypatch.setattr(report, "project", lambda _: (places, np.zeros(5, int)))
+    words = ["first", "hidden", "\u4e00" * 40, "last", "wide"]
+    file = report.word_map(kv_of(words, np.eye(5, dtype=np.float32)), tmp_path / "map.svg", 5)
+    names, dots = names_and_dots(file)
+    assert [name for name, _ in names] == ["first", "\u4e00" * 40, "last"] and dots == words
+    assert float(names[0][1]["font-size"]) > float(names[2][1]["font-size"]) - 1
 
 
 def test_further_words_are_placed_among_their_neighbors(monkeypatch):
@@ -80,20 +84,6 @@ def test_further_words_are_placed_among_their_neighbors(monkeypatch):
     for row in range(40, 60):
         own, other = (np.linalg.norm(places[row] - centers[n]) for n in (row % 2, 1 - row % 2))
         assert own < other / 2
-
-
-def test_frequent_words_are_named_first_and_beside_their_dots():
-    figure = Figure(figsize=(4, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    # More names for one place than its four corners have room for.
-    places = np.array([[0, 0]] * 6 + [[1, 1], [0.0, 0.001]])
-    axis.scatter(*places.T)
-    words = [f"word{number}" for number in range(8)]
-    assert report._name_dots(axis, places, words, ["k"] * 8) == 5
-    assert [text.get_text() for text in axis.texts] == ["word0", "word1", "word2", "word3", "word6"]
-    boxes = [text.get_window_extent() for text in axis.texts]
-    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_groups_are_those_of_the_vectors():

@@ -67,8 +67,8 @@ COMMANDS = {
     "nn": ("print the nearest neighbors of words", "commands:nn"),
     "analogies": ("answer analogies: king - man + woman", "commands:analogies"),
     "export": ("write vectors in other formats", "commands:export_vectors"),
-    "map": ("draw the most frequent words: map.png", "commands:draw_map"),
-    "report": ("write an HTML page about runs, or files of vectors", "commands:write_report"),
+    "map": ("draw the most frequent words: map.svg", "commands:draw_map"),
+    "report": ("write an HTML page about runs, or a file of vectors", "commands:write_report"),
     "compare": ("train configs and compare them, or compare runs", "compare:run"),
     "sweep": ("search for the best settings of optimizers", "sweep:run"),
     "runs": ("list runs with their scores and sizes", "storage:list_runs"),
@@ -103,7 +103,7 @@ WORDS = {
 }
 TO = {
     "export": ("FOLDER", "output folder (default: that of the vectors)"),
-    "map": ("FILE", "map.png, map.svg, ... (default: in the run folder)"),
+    "map": ("FILE", "SVG file, or a folder (default: in the run folder)"),
     "report": ("FILE", "output file, or a folder (default: in the run folder)"),
     "compare": ("FOLDER", "output folder (default: in run.dir)"),
     "sweep": ("FOLDER", "output folder (default: in run.dir)"),

@@ -121,10 +121,10 @@ class Vectors(Words):
     def map(self, to: str | Path | None = None, words: int = 500) -> Path:
         """Draw the most frequent words in two dimensions; return the file.
 
-        That is `to`, or map.png in the folder `to` or in that of the vectors. Raises `ReportError`
+        That is `to`, or map.svg in the folder `to` or in that of the vectors. Raises `ReportError`
         if there are fewer than four words.
         """
-        return report.word_map(self, picture_path([self.folder], "map.png", to), words)
+        return report.word_map(self, picture_path([self.folder], "map.svg", to), words)
 
     def report(self, to: str | Path | None = None) -> Path:
         """Write the HTML page of the run or file; return its path.

@@ -12,18 +12,16 @@ import io
 import json
 import logging
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
+from w2v.config import flat_config, load_config
 from w2v.system.files import nearest, printable, refused
 from w2v.vectors import significance
 from w2v.vectors.datasets import title
@@ -31,30 +29,18 @@ from w2v.vectors.datasets import title
 log = logging.getLogger("w2v")
 SCRIPT = "plotly.min.js"  # beside run folders
 VISIBLE = "[!.]*"  # folders: killed processes leave hidden ones
-SHOWN = {
-    "optimizer.name": "optimizer",
-    "optimizer.lr": "lr",
-    "train.batch_size": "batch",
-    "train.epochs": "epochs",
-    "corpus.path": "text",
-}
-OTHERS = "other settings"  # heading of one column for all others that differ between rows
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
 Columns = dict[str, list[str]]  # cells by heading
 UNSCORED = (-1.0, -math.inf)  # quality
+TESTED = 10  # rows beside the best one
 
 # What is read of a run folder: the default of each key, which tells its type; None is a number that
 # may be missing. Any other value, such as NaN, is replaced by the default. `...` is any key.
-PART = {"name": "", "accuracy": None, "counted": None}
-ANALOGIES = {
-    **dict.fromkeys(("total", "semantic", "syntactic"), PART),
-    "sections": [PART],
-    "answers": "",
-}
+QUESTIONS = {"total": {"accuracy": None, "counted": None}, "answers": ""}
 SCORES = {
     "diverged": "",  # the reason
-    "analogies": ANALOGIES,
-    "questions": {...: ANALOGIES},
+    "analogies": QUESTIONS,
+    "questions": {...: QUESTIONS},
     "similarity": {...: {"spearman": None, "answers": ""}},
     **dict.fromkeys("words seconds loss held_out_loss bytes_host bytes_gpu".split()),
 }
@@ -62,8 +48,9 @@ LINE = {  # of metrics.jsonl
     "phase": "",
     **dict.fromkeys("epoch words seconds loss held_out_loss analogies words_per_s".split()),
 }
-SETTINGS = {"corpus.path": "unknown", "optimizer.name": "unknown", "run.name": "", "train.seed": 1}
 LARGEST = 1e15  # above all numbers that a run writes; plots overflow at far greater ones
+# Of numbers, by the end of their heading.
+FORMATS = {"loss": ".4f", "%": ".1f", "questions": ".0f", "MiB": ".0f", "s": ".2f", "": ".3f"}
 # Characters with a meaning in Markdown, its tables or HTML.
 MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "&<>|`*[]\\"}
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a text that a spreadsheet takes for a formula
@@ -85,15 +72,26 @@ class Run:
     scores: dict[str, Any]  # as in SCORES
     metrics: list[dict[str, Any]]  # as in LINE
 
+    @property
+    def sets(self) -> dict[str, tuple[float | None, str]]:
+        """Score (a share) and answers of each set by its heading."""
+        questions = {"analogies": self.scores["analogies"], **self.scores["questions"]}
+        similarity = self.scores["similarity"]
+        found = {title(name): (of["spearman"], of["answers"]) for name, of in similarity.items()}
+        for name, of in questions.items():
+            accuracy = of["total"]["accuracy"]
+            if not of["total"]["counted"]:
+                accuracy = None
+            found[f"{name} %"] = accuracy, of["answers"]
+        return {"analogies %": found.pop("analogies %"), **found}
+
     def curve(self, name: str) -> list[tuple[float, float, float]]:
         """Return the points (words, seconds, metric).
 
         The last one is the final score. Means of epochs are used where the run has recorded them.
         """
         final = {key: self.scores[key] for key in ("words", "seconds", "loss", "held_out_loss")}
-        total = self.scores["analogies"]["total"]
-        if total["counted"]:
-            final["analogies"] = total["accuracy"]
+        final["analogies"] = self.sets["analogies %"][0]
         epochs = [line for line in self.metrics if None not in (line["epoch"], line[name])]
         points = {}
         for line in [*(epochs or self.metrics), final]:
@@ -179,49 +177,27 @@ def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = Non
     That is `to`, or `name` in the folder `to`; by default `name` in the run folder, or for
     several runs in the folder "pictures" beside the first.
     """
-    if to is None:
-        to = folders[0]
-        if len(folders) > 1:
-            to = to.parent / "pictures"
-        return to / name
-    if Path(to).is_dir():
-        return Path(to) / name
-    return Path(to)
+    if to is None and len(folders) > 1:
+        return folders[0].parent / "pictures" / name
+    path = Path(to or folders[0])
+    if to is None or path.is_dir():
+        path /= name
+    return path
 
 
 def read(folder: Path) -> Run:
     """Read config.yaml, metrics.jsonl and, if present, scores.json."""
-    remedy = "leave it out, or train it again"
-    with refused(RunError, f"{folder} is not a whole run folder", remedy):
-        content = _Loader(_text_of(folder / "config.yaml")).get_single_data()
-        # As JSON: YAML has dates, and keys of any type.
-        config = json.dumps(content, default=str, skipkeys=True)
-        settings = {
-            f"{section}.{key}": value
-            for section, keys in dict(json.loads(config)).items()
-            if isinstance(keys, dict)
-            for key, value in keys.items()
-        }
-        if isinstance(texts := settings.get("corpus.path"), list):
-            settings["corpus.path"] = ", ".join(map(str, texts))
+    with refused(
+        RunError, f"{folder} is not a whole run folder", "leave it out, or train it again"
+    ):
+        _text_of(folder / "config.yaml")
+        config = load_config([folder / "config.yaml"], trains=False)
         scores: dict[str, Any] = {}
         if (folder / "scores.json").exists():
             scores = dict(json.loads(_text_of(folder / "scores.json")))
         metrics = _read_lines(folder / "metrics.jsonl")
-    return Run(folder, settings | _fitted(settings, SETTINGS), _fitted(scores, SCORES), metrics)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuse aliases, as a short file of them can stand for endless values.
-
-    Composing is recursive, so that deep nesting ends at Python's limit; parsing alone would take
-    hours.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("config.yaml has an alias")
-        return super().compose_node(parent, index)
+    settings = flat_config(config) | {"corpus.path": config.corpus.paths}
+    return Run(folder, settings, _fitted(scores, SCORES), metrics)
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
@@ -252,10 +228,6 @@ def _fitted(value: Any, shape: Any) -> Any:
         if ... in shape:
             return {key: _fitted(value[key], shape[...]) for key in value}
         return {key: _fitted(value.get(key), shape[key]) for key in shape}
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            value = []
-        return [_fitted(item, shape[0]) for item in value]
     is_number = type(value) in (int, float) and abs(value) < LARGEST  # not if it is NaN
     if isinstance(value, str) == isinstance(shape, str) and (is_number or isinstance(value, str)):
         return value
@@ -269,68 +241,25 @@ def environment(folder: Path) -> str:
     return ""
 
 
-FORMATS = {  # of numbers by column, or by its last letter; .3f of the others, correlations
-    "%": ".1f",
-    "held-out loss": ".4f",
-    "loss": ".4f",
-    "questions": ".0f",
-    "M words/s": ".3g",
-    "seconds": ".3g",
-    "host MiB": ".0f",
-    "GPU MiB": ".0f",
-}
-SCALES = {"%": 100}  # of items, by the last letter of their heading
-VERDICT = "beside the best"  # heading of the tests against the first row
-TESTED = 4  # of the best rows, each pair gets a verdict
-# Columns that a terminal has no room for, those that it shows without their deviation, those above
-# the table if all rows are equal, and those that a narrow one leaves out, the first ones first.
-ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "seconds", "host MiB", "GPU MiB", OTHERS}
-WITHOUT_SPREAD = {"questions", "M words/s"}
-COMMON = {"lr", "batch", "epochs", "seeds", "questions"}
-OPTIONAL = ["questions", "epochs", "batch", "M words/s", "seeds", "held-out loss"]
+def scale(heading: str) -> int:
+    """Return what a score from 0 to 1 is multiplied by in this column."""
+    return 100 if heading.endswith("%") else 1
 
 
 def figures(run: Run) -> dict[str, float | None]:
     """Return scores and costs by the heading of their column; None if missing."""
     scores = run.scores
-    google = scores["analogies"]
-    found: dict[str, float | None] = {
-        "held-out loss": scores["held_out_loss"],
-        "loss": scores["loss"],
-        "analogies %": None,
-        "questions": google["total"]["counted"],
-        "semantic %": _accuracy(google["semantic"]),
-        "syntactic %": _accuracy(google["syntactic"]),
-    }
-    found |= {heading: score for heading, (score, _) in _sets(run).items()}
-    for heading, value in found.items():
-        if value is not None:
-            found[heading] = value * SCALES.get(heading[-1:], 1)
-    found |= dict.fromkeys(("M words/s", "seconds", "host MiB", "GPU MiB"))
-    if scores["words"] and scores["seconds"]:
-        found["M words/s"] = scores["words"] / scores["seconds"] / 1e6
-        found["seconds"] = scores["seconds"]
-    for name, key in (("host MiB", "bytes_host"), ("GPU MiB", "bytes_gpu")):
-        if scores[key]:
-            found[name] = scores[key] / 2**20
-    return found
-
-
-def _accuracy(part: dict[str, Any]) -> float | None:
-    if part["counted"]:
-        return part["accuracy"]
-    return None
-
-
-def _sets(run: Run) -> dict[str, tuple[float | None, str]]:
-    """Return score (a share) and answers of each set by its heading."""
-    scores = run.scores
-    google = scores["analogies"]
-    found = {"analogies %": (_accuracy(google["total"]), google["answers"])}
-    for name, pairs in scores["similarity"].items():
-        found[title(name)] = pairs["spearman"], pairs["answers"]
-    for name, other in scores["questions"].items():
-        found[f"{name} %"] = _accuracy(other["total"]), other["answers"]
+    found: dict[str, float | None] = {"held-out loss": scores["held_out_loss"]}
+    for heading, (score, _) in run.sets.items():
+        found[heading] = score
+        if score is not None:
+            found[heading] = score * scale(heading)
+    seconds, words = scores["seconds"], scores["words"]
+    found["M words/s"] = (words or 0) / (seconds or math.inf) / 1e6 or None
+    found |= {"seconds": seconds or None, "loss": scores["loss"]}
+    found["questions"] = scores["analogies"]["total"]["counted"]
+    for name in ("host", "GPU"):
+        found[f"{name} MiB"] = (scores[f"bytes_{name.lower()}"] or 0) / 2**20 or None
     return found
 
 
@@ -350,7 +279,7 @@ class Row:
         """
         of_seeds: dict[str, list[np.ndarray]] = {}
         for run in self.runs:
-            for heading, (_, answers) in _sets(run).items():
+            for heading, (_, answers) in run.sets.items():
                 with contextlib.suppress(ValueError):
                     items_I = np.array(answers.split(), float)
                     items_I[~(np.abs(items_I) < LARGEST)] = np.nan
@@ -368,7 +297,7 @@ class Row:
         """95 % intervals of scores by their heading, and in its unit."""
         found = {}
         for heading, items_I in self.items.items():
-            if ends := significance.interval(items_I * SCALES.get(heading[-1:], 1)):
+            if ends := significance.interval(items_I * scale(heading)):
                 found[heading] = ends
         return found
 
@@ -398,7 +327,8 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
     means = []
     losses = []
     for run in runs:
-        means.append(mean([score for score, _ in _sets(run).values() if score is not None] or [-1]))
+        scores = [score for score, _ in run.sets.values() if score is not None]
+        means.append(mean(scores or [-1]))
         losses.append(run.scores["held_out_loss"] or math.inf)
     return mean(means), -mean(losses)
 
@@ -421,7 +351,14 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         return quality(row.runs)
 
     ranked = sorted(groups.values(), key=rank, reverse=True)
-    for row, name in zip(ranked, labels(ranked), strict=True):
+    names = [row.settings["optimizer.name"] for row in ranked]
+    for key in ranked[0].settings:
+        values = [_text(row.settings[key]) for row in ranked]
+        last = key.rpartition(".")[2]
+        longer = [f"{name} {last} {value}" for name, value in zip(names, values, strict=True)]
+        if len(set(longer)) > len(set(names)):
+            names = longer
+    for row, name in zip(ranked, names, strict=True):
         row.name = name
     return ranked
 
@@ -431,86 +368,39 @@ def _name(run: Run) -> str:
 
 
 def table(compared: Sequence[Row], tested: bool = True) -> Columns:
-    """Return the columns of the comparison.
+    """Return the columns of the comparison, the most important ones first.
 
-    All settings beyond SHOWN that differ between rows share one column. There is a column for the
-    number of seeds if any row has several, and one for each figure that any run has. If `tested`,
-    which takes a second for SciPy, scores have 95 % intervals, and rows p beside the best one.
+    A figure that no run has is left out. If `tested`, which takes a second for SciPy, scores have
+    95 % intervals.
     """
-    differing = []
-    for key in compared[0].settings:
-        values = {json.dumps(row.settings[key]) for row in compared if key in row.settings}
-        if key not in SHOWN and len(values) > 1:
-            differing.append(key)
+    columns = {"optimizer": [row.name for row in compared]}
+    seeds = [{run.settings["train.seed"] for run in row.runs} for row in compared]
+    columns["seeds"] = [str(len(of_row)) for of_row in seeds]
     headings = dict.fromkeys(name for row in compared for run in row.runs for name in figures(run))
-    lines = [_cells(row, differing, headings) for row in compared]
-    for row, line in zip(compared, lines, strict=True) if tested else ():
-        line[VERDICT] = _beside(compared, row)
-        for name, (low, high) in row.intervals.items():
-            line[name] += f" [{low:{_form(name)}}, {high:{_form(name)}}]"
-    columns = {name: [line[name] for line in lines] for name in lines[0]}
-    # A column is left out if all its cells are among these.
-    empty = {
-        OTHERS: {""},
-        "text": {columns["text"][0]},
-        "seeds": {"1", "0 of 1"},
-        VERDICT: {"best", ""},
-    }
-    empty |= {name: {"-", "diverged"} for name in headings}
-    return {name: cells for name, cells in columns.items() if set(cells) - empty.get(name, set())}
+    for heading in headings:
+        cells = [_cell(row, heading, tested) for row in compared]
+        if set(cells) - {"-", "diverged"}:
+            columns[heading] = cells
+    for key in ("optimizer.lr", "train.batch_size", "train.epochs"):
+        columns[key.rpartition(".")[2]] = [_text(row.settings[key]) for row in compared]
+    return columns
 
 
-def _cells(row: Row, differing: Sequence[str], headings: Iterable[str]) -> dict[str, str]:
-    """Return a row's settings, number of seeds and figures, by heading."""
-    cells = {heading: _text(row.settings.get(key)) for key, heading in SHOWN.items()}
-    others = [f"{key.partition('.')[2]}={_text(row.settings.get(key))}" for key in differing]
-    cells[OTHERS] = " ".join(text for text in others if not text.endswith(("={}", "=null")))
-    # A seed whose run diverged counts as one, but has no scores.
-    seeds = {run.settings["train.seed"]: bool(run.scores["diverged"]) for run in row.runs}
-    finished = len(seeds) - sum(seeds.values())
-    cells["seeds"] = str(len(seeds))
-    if finished < len(seeds):
-        cells["seeds"] = f"{finished} of {len(seeds)}"
-    cells[VERDICT] = ""
-    measured = [figures(run) for run in row.runs]
-    for name in headings:
-        values = [value for of_run in measured if (value := of_run.get(name)) is not None]
-        cells[name] = spread(values, _form(name))
-        if not finished:
-            cells[name] = "diverged"
-    return cells
-
-
-def _form(heading: str) -> str:
-    return FORMATS.get(heading) or FORMATS.get(heading[-1:], ".3f")
-
-
-def _beside(compared: Sequence[Row], row: Row) -> str:
-    """Return what tells a row from the best one on its text."""
-    text = row.settings["corpus.path"]
-    best = next(other for other in compared if other.settings["corpus.path"] == text)
-    if row is best:
-        return "best"
-    if quality(row.runs) < UNSCORED:
+def _cell(row: Row, heading: str, tested: bool) -> str:
+    """Return the mean of a figure over seeds, with deviation and interval."""
+    form = next(FORMATS[end] for end in FORMATS if heading.endswith(end))
+    if any(run.scores["diverged"] for run in row.runs):
         return "diverged"
-    test = best.test(row)
-    if test.p is not None and test.is_noise:
-        return f"noise ({test})"
-    return str(test)
-
-
-def labels(compared: Sequence[Row]) -> list[str]:
-    """Return names of rows: the optimizer, and settings that tell rows apart."""
-    named = [_text(row.settings["optimizer.name"]) for row in compared]
-    for key in SHOWN | compared[0].settings:
-        heading = SHOWN.get(key, key.rpartition(".")[2])
-        longer = [
-            f"{name} {heading} {_text(row.settings.get(key))}"
-            for name, row in zip(named, compared, strict=True)
-        ]
-        if len(set(longer)) > len(set(named)):
-            named = longer
-    return named
+    values = [value for run in row.runs if (value := figures(run).get(heading)) is not None]
+    if not values:
+        return "-"
+    text = f"{mean(values):{form}}"
+    if len(values) > 1:
+        text += f" +- {stdev(values):{form}}"
+    if tested and heading in row.intervals:
+        low, high = row.intervals[heading]
+        text += f" [{low:{form}}, {high:{form}}]"
+    return text
 
 
 class Comparison(NamedTuple):
@@ -522,23 +412,23 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[Run]) -> Comparison:
-        """Compare runs; tests take half a second for each row and pair."""
+        """Compare runs; tests take half a second for each row."""
         compared = rows(found)
         return cls(compared, table(compared), verdicts(compared))
 
 
 def verdicts(compared: Sequence[Row]) -> list[str]:
-    """Return a sentence for each pair of the best rows: which is better."""
+    """Return a sentence for each row beside the best one of its text."""
     lines = []
-    for better, worse in combinations(compared[:TESTED], 2):
-        if better.settings["corpus.path"] != worse.settings["corpus.path"]:
-            continue
-        if quality(worse.runs) < UNSCORED:
+    best: dict[str, Row] = {}  # by text
+    for row in compared[: TESTED + 1]:
+        first = best.setdefault(row.settings["corpus.path"], row)
+        if row is first or quality(row.runs) < UNSCORED:
             continue  # the table says that it diverged
-        test = better.test(worse)
-        line = f"{better.name} > {worse.name} ({test})"
+        test = first.test(row)
+        line = f"{first.name} > {row.name} ({test})"
         if test.is_noise:
-            line = f"{better.name} and {worse.name} are not distinguishable ({test})"
+            line = f"{first.name} and {row.name} are not distinguishable ({test})"
             hint = "nor would they be with 100 seeds"
             if test.seeds < 2:
                 hint = "train more seeds"
@@ -562,27 +452,6 @@ def _text(value: Any) -> str:
     return json.dumps(value)
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Format the mean, and the standard deviation if there are several values."""
-    if not values:
-        return "-"
-    text = f"{mean(values):{form}}"
-    if len(values) > 1:
-        text += f" +- {stdev(values):{form}}"
-    return text
-
-
-def split_common(columns: Columns) -> tuple[str, Columns]:
-    """Return what all rows have in common, on a line, and the other columns."""
-    common, others = [], {}
-    for name, cells in columns.items():
-        if name in COMMON and len(cells) > 1 and len(set(cells)) == 1:
-            common.append(f"{name} {cells[0].partition(' +- ')[0]}")
-        else:
-            others[name] = cells
-    return ", ".join(common), others
-
-
 def aligned(columns: Columns) -> list[str]:
     """Return the lines of a table, numbers at the right of their columns."""
     padded = []
@@ -597,29 +466,14 @@ def aligned(columns: Columns) -> list[str]:
 
 
 def in_columns(columns: Columns, width: int) -> str:
-    """Format a table for a terminal of this width.
-
-    Settings that differ are below it, and what all rows have in common is above. What a narrow
-    terminal has no room for is left out.
-    """
-    common, others = split_common(columns)
-    shown = {}
-    for name, cells in others.items():
-        if name not in ONLY_IN_FILES:
-            shown[name] = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]
-        if name in WITHOUT_SPREAD:
-            shown[name] = [cell.partition("±")[0] for cell in shown[name]]
-    for name in OPTIONAL:
-        if max(map(len, aligned(shown))) > width:
-            shown.pop(name, None)
-    lines = aligned(shown)
-    if common:
-        lines.insert(0, f"all rows: {common}")
-    settings = zip(columns["optimizer"], columns["lr"], columns.get(OTHERS, []), strict=False)
-    for optimizer, lr, other in dict.fromkeys(settings):
-        if other:
-            lines += textwrap.wrap(f"{optimizer} {lr}: {other}", width, subsequent_indent="  ")
-    return "\n".join(lines)
+    """Format a table for a terminal: the first columns that fit, without intervals."""
+    shown: Columns = {}
+    for name, cells in columns.items():
+        short = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]
+        if shown and max(map(len, aligned(shown | {name: short}))) > width:
+            break
+        shown[name] = short
+    return "\n".join(aligned(shown))
 
 
 def markdown(columns: Columns) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -265,15 +266,30 @@ def test_help_names_all_commands_and_the_version_is_the_packages(capsys):
         ("w2v train --dr", {"--dry-run"}),
         ("w2v train optimizer.l", {"optimizer.lr="}),
         ("w2v export latest --te", {"--text"}),
+        ("w2v train my.txt train.device = c", {"cpu", "cuda"}),
+        ("w2v completion f", {"fish"}),
     ],
 )
 def test_bash_completes(typed, expected, capsys):
+    pytest.importorskip("shtab")
     cli.main(["completion", "bash"])
     words = typed.split()
     script = f"{capsys.readouterr().out}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}"
-    script += '; _w2v; printf "%s\\n" "${COMPREPLY[@]}"'
+    script += f"; COMP_LINE='{typed.replace(' = ', '=')}'; cd /"
+    script += '; _w2v w2v "${COMP_WORDS[-1]}"; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert set(done.stdout.split()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script_too(shell, tmp_path, capsys):
+    pytest.importorskip("shtab")
+    cli.main(["completion", shell])
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("sweep", "optimizer.lr=", "train.device=cuda", "adamw"))
+    if shutil.which(shell):
+        (tmp_path / "script").write_text(script)
+        subprocess.run([shell, "-n", tmp_path / "script"], check=True)
 
 
 @each_case("line", ["--help", "train --help", "compare --help", "sweep --help"])

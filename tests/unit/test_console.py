@@ -153,3 +153,21 @@ def test_a_log_file_on_a_full_disk_is_reported_once(monkeypatch, capsys):
     assert [line for line in out.splitlines() if "message" in line] == [
         rf"message \x1b[2J{number}" for number in range(3)
     ]
+
+
+def test_long_lines_hang_below_their_first_word():
+    text = "corpus    some words\npath      a/long-path-that-stays-whole and more"
+    assert console.hang(text, 24).split("\n") == [
+        "corpus    some words",
+        "path",
+        "          a/long-path-that-stays-whole",
+        "          and more",
+    ]
+
+
+def test_a_bar_leaves_nothing_behind():
+    output = io.StringIO()
+    with console.progress_bar(file=output, total=9) as bar:
+        bar.update(9)
+        bar.refresh()
+    assert "100%" in output.getvalue() and output.getvalue().endswith("\r\x1b[K\r")

@@ -175,7 +175,11 @@ def make_parser(name: str) -> Parser:
         pairs = "score these files of word pairs too, beside WordSim-353 and SimLex-999"
         add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
     if name == "completion":
-        add("shell", choices=("bash", "zsh"), help="to use it: source <(w2v completion bash)")
+        add(
+            "shell",
+            choices=("bash", "zsh", "fish"),
+            help="to use it: source <(w2v completion bash)",
+        )
     return parser
 
 
@@ -276,29 +280,47 @@ def start(*command: str) -> NoReturn:
     exit_fast(status)
 
 
-COMPLETION = """\
-_w2v() {{
-  local words now="${{COMP_WORDS[COMP_CWORD]}}"
-  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
-    1*) words="{commands} --help --version" ;;
-{options}
-  esac
-  [ "$COMP_CWORD" != 1 ] && words="$words {settings}"
-  COMPREPLY=($(compgen -W "$words" -- "$now") $(compgen -f -- "$now"))
-  [[ "${{COMPREPLY[0]}}" == *= ]] && compopt -o nospace 2>/dev/null
-}}
-complete -F _w2v w2v"""
+# How each shell completes configs, keys and their values; WORDS are these.
+COMPLETE = {
+    "bash": """
+_w2v_words() {
+  local typed="${COMP_LINE##* }" word
+  for word in $(compgen -W "WORDS" -- "$typed"); do
+    [[ $typed == *=* ]] && word="${word#*=}"  # what follows = is a word of its own
+    echo "$word"
+  done
+  [[ $typed == *=* && $word ]] || compgen -f -- "${typed##*=}"
+}""",
+    "zsh": "_w2v_words() { compadd -S '' -- WORDS; _files }",
+    "fish": "(string split ' ' 'WORDS'; __fish_complete_path (commandline -ct))",
+}
+NO_SPACE = """
+_w2v() { _shtab_w2v; [[ "${COMPREPLY[0]}" == *= ]] && compopt -o nospace 2>/dev/null; }
+complete -o filenames -F _w2v w2v"""  # after a key
 
 
 def print_completion(options: argparse.Namespace) -> None:
-    """Print a script that completes commands, options, configs and keys."""
+    """Print a script that completes commands, options, configs, keys and values."""
+    import shtab
+
     from w2v.config import CONFIGS, TYPES
 
-    known = {name: " ".join(make_parser(name)._option_string_actions) for name in COMMANDS}
-    cases = "\n".join(f'    *" {name}") words="{options}" ;;' for name, options in known.items())
-    settings = [*(file.stem for file in sorted(CONFIGS.rglob("*.yaml"))), "latest"]
-    settings += [f"{key}=" for key in TYPES]
-    if options.shell == "zsh":
-        show("autoload -U +X bashcompinit && bashcompinit")
-    names, keys = " ".join(COMMANDS), " ".join(settings)
-    show(COMPLETION.format(commands=names, options=cases, settings=keys))
+    words = ["latest", *(file.stem for file in sorted(CONFIGS.rglob("*.yaml")))]
+    for key, kind in TYPES.items():
+        values = ("true", "false") if kind is bool else getattr(kind, "__args__", [""])
+        words += [f"{key}={value}" for value in values if isinstance(value, str)] or [f"{key}="]
+    scripts = {
+        shell: script.replace("WORDS", " ".join(words)) for shell, script in COMPLETE.items()
+    }
+    # Of bash and zsh, the name of a function that is defined before it is used.
+    complete = {"bash": "_w2v_words", "zsh": "_w2v_words", "fish": scripts.pop("fish")}
+    program = argparse.ArgumentParser("w2v")
+    commands = program.add_subparsers()
+    for name, (does, _) in COMMANDS.items():
+        parser = commands.add_parser(name, parents=[make_parser(name)], add_help=False, help=does)
+        for action in parser._actions:
+            if action.dest in ("settings", "run", "runs", "resume", "base"):
+                action.complete = complete | {"preamble": scripts}  # type: ignore[attr-defined]
+    show(shtab.complete(program, options.shell))
+    if options.shell == "bash":
+        show(NO_SPACE)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from w2v.system.files import one_line, printable
 from w2v.system.process import escape_unencodable
@@ -22,6 +24,7 @@ from w2v.system.process import escape_unencodable
 log = logging.getLogger("w2v")
 DETAILS, RESULTS, ERRORS = logging.DEBUG, logging.INFO + 5, logging.ERROR  # levels of messages
 logging.addLevelName(RESULTS, "RESULT")
+LABEL = 10  # columns of the name before a line of the plan
 COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 # Messages logged before there is a run folder, such as the plan; train.log begins with them.
 _early = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
@@ -102,6 +105,27 @@ def is_terminal(output: TextIO) -> bool:
         return False
 
 
+def hang(text: str, width: int) -> str:
+    """Wrap lines between words, below the first word after their label."""
+    indent = " " * LABEL
+    wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False)
+    wrap.break_long_words = False  # such as paths
+    return "\n".join(line if len(line) <= width else wrap.fill(line) for line in text.split("\n"))
+
+
+def progress_bar(**options: Any) -> Any:
+    """Return tqdm's bar, as wide as the terminal and erased at its end."""
+    from tqdm import tqdm
+
+    def draw(text: str) -> None:
+        bar.fp.write(f"\r{text}\x1b[K")
+        bar.fp.flush()
+
+    bar = tqdm(dynamic_ncols=True, leave=False, **options)
+    bar.sp = draw  # tqdm's own pads with blanks, which wrap in a terminal that is narrower by now
+    return bar
+
+
 class _FileHandler(logging.FileHandler):
     """Write train.log; training goes on if that fails."""
 
@@ -119,6 +143,8 @@ class _ConsoleHandler(logging.Handler):
 
         output = sys.stdout
         text = self.format(record)
+        if is_terminal(output):
+            text = hang(text, shutil.get_terminal_size().columns)
         if record.levelno in COLORS and is_terminal(output) and not os.environ.get("NO_COLOR"):
             text = f"{COLORS[record.levelno]}{text}\033[0m"
         try:

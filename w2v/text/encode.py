@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from w2v.config import CorpusConfig, VocabConfig
+from w2v.system.console import progress_bar
 from w2v.system.files import refused
 from w2v.system.process import map_in_order
 from w2v.text import tokenize
@@ -428,8 +428,8 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     logged = time.monotonic()
     lock = threading.Lock()
     # disable=None: without a terminal.
-    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": None}
-    with tqdm(desc="reading", total=total or None, **options) as bar:
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": None}
+    with progress_bar(desc="reading", total=total or None, **options) as bar:
 
         def count(done: int) -> None:
             nonlocal read, logged

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from w2v.system.console import is_terminal
+from w2v.system.console import is_terminal, progress_bar
 from w2v.system.files import as_json
 
 log = logging.getLogger("w2v")
@@ -152,11 +151,10 @@ class Metrics(contextlib.AbstractContextManager):
         if path and size < saved.bytes:
             log.warning(f"{path} has lost lines since the checkpoint; its curve has a gap")
         self._file.truncate(min(size, saved.bytes))
-        self.bar = tqdm(
+        self.bar = progress_bar(
             total=total_words,
             unit=" words",
             unit_scale=True,
-            dynamic_ncols=True,
             disable=not (path and is_terminal(sys.stderr)),
             mininterval=0.5,
         )

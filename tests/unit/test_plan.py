@@ -398,19 +398,18 @@ def test_plan_in_words(tmp_path):
     for part in (
         "200 words in 50 lines",
         "4 of 4 distinct words kept",
-        "2 x 4 x 100: weight + exp_avg_sq + step",
-        "Adam, lr 0.4, linear, betas [0.0, 0.99], eps 1.0, weight_decay 0.05",
-        ", batch size 2, 5 epochs",
+        "2 tables of 4 words x 100 numbers (weights, exp_avg_sq, step)",
+        "Adam, learning rate 0.4 (linear), 5 epochs in steps of 2 words, betas [0.0, 0.99],",
         "auto      sample 0.25 (trains on 100% of the words)",
         "; batch_size 2 centers",
-        "resident on cpu",
-        "compiled by numba, precision float32",
+        "tables resident on cpu",
+        "compiled by numba, numbers in float32",
     ):
         assert part in words
     sgd = "optimizer.name=SGD", "optimizer.occurrence_cap=0"
     assert "each center a step" in describe(make_plan(configured(*paths, *sgd)))
     plain = make_plan(configured(*paths, "train.kernels=reference", "train.precision=bf16"))
-    assert "plain torch, precision bf16" in describe(plain)
+    assert "plain torch, numbers in bf16" in describe(plain)
     text.write_text("One two, three four.\n" * 50)
     assert "50 % of the tokens end in punctuation" in describe(make_plan(configured(*paths)))
 

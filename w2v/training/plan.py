@@ -326,15 +326,16 @@ def describe(plan: Plan) -> str:
     """Return the plan in at most nine lines."""
     config = plan.config
     size = config.model.vector_size
-    record = " + ".join(["weight", *plan.optimizer.states(size)])
+    record = ", ".join(["weights", *plan.optimizer.states(size)])
+    tables = f"2 tables of {plan.words:,} words x {size} numbers ({record})"
     takes = plan.takes()
     lines = {
         "machine": str(plan.machine),
         "corpus": _describe_text(plan),
-        "tables": f"2 x {plan.words:,} x {size}: {record}: {format_bytes(plan.table_bytes)}",
+        "tables": f"{tables}: {format_bytes(plan.table_bytes)}",
         "optimizer": _describe_steps(plan),
         "kernels": _describe_kernels(plan),
-        "engine": f"{plan.engine} on {plan.device}: {plan.reason}",
+        "engine": f"tables {plan.engine} on {plan.device}: {plan.reason}",
         "memory": ", ".join(f"{place} {plan.total(place, n)}" for place, n in takes.items()),
         "auto": "; ".join(f"{key.split('.')[1]} {why}" for key, why in plan.chosen.items()),
     }
@@ -366,15 +367,15 @@ def _describe_text(plan: Plan) -> str:
 
 def _describe_steps(plan: Plan) -> str:
     optimizer, train = plan.config.optimizer, plan.config.train
-    parts = [optimizer.name, f"lr {optimizer.lr:g}", optimizer.schedule]
+    parts = [f"{optimizer.name}, learning rate {optimizer.lr:g} ({optimizer.schedule})"]
+    parts += [f"{train.epochs} epochs in steps of {train.batch_size:,} words"]
     parts += [f"{name} {value}" for name, value in optimizer.args.items()]
-    parts += [f"batch size {train.batch_size:,}", f"{train.epochs} epochs"]
     return ", ".join(parts)
 
 
 def _describe_kernels(plan: Plan) -> str:
     model = plan.config.model
-    parts = [KERNELS[plan.kernels], f"precision {plan.config.train.precision}"]
+    parts = [KERNELS[plan.kernels], f"numbers in {plan.config.train.precision}"]
     if not plan.optimizer.formula:
         parts.append("steps by torch")
     if model.architecture == "cbow":

@@ -135,8 +135,7 @@ def test_help_and_errors_import_nothing_heavy(arguments):
 
 def write_texts(folder, lines):
     """Write small texts under the names that the documents use."""
-    words = "paris london king man queen woman world music science".split()
-    words += "the of and old new hard difficult".split()
+    words = "paris london king man queen woman world the of and old new hard difficult".split()
     words += [f"word{number}" for number in range(40)]
     rng = random.Random(1)
     text = "\n".join(" ".join(rng.choices(words, k=12)) for _ in range(lines))

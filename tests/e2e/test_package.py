@@ -19,15 +19,18 @@ SOURCES = "w2v configs pyproject.toml README.md LICENSE".split()
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Build a wheel from a copy of the sources, and install it in a folder."""
+    """Build an sdist from a copy of the sources, and a wheel of it; install that in a folder."""
     copy, target = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("installed")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy)
+    build = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
+    (sdist,) = (copy / "dist").glob("w2v-*.tar.gz")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "--target", target, copy], capture_output=True, text=True)
+    done = subprocess.run([*pip, "--target", target, sdist], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target
 

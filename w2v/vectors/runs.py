@@ -395,7 +395,7 @@ def _cell(row: Row, heading: str, tested: bool) -> str:
     if not values:
         return "-"
     text = f"{mean(values):{form}}"
-    if len(values) > 1:
+    if len(set(values)) > 1:
         text += f" +- {stdev(values):{form}}"
     if tested and heading in row.intervals:
         low, high = row.intervals[heading]

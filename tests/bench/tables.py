@@ -1,4 +1,4 @@
-"""Tables of README and docs/dev/performance.md from the files of results; settings from the code.
+"""Write tables of documents from files of results, and settings.
 
     python tests/bench/tables.py
 

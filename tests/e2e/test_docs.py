@@ -226,7 +226,7 @@ def test_tour_runs(tmp_path, monkeypatch):
     assert len(names["run"]) > 5_000 and names["scores"].analogies.total.accuracy > 0.005
     assert len(names["compared"].rows) == 2
     written = {path.name for path in tmp_path.iterdir()}
-    assert written >= {"map.png", "exported", "compared", "runs"}
+    assert written >= {"map.svg", "exported", "compared", "runs"}
 
 
 @slow

@@ -19,7 +19,7 @@ SOURCES = "w2v configs pyproject.toml README.md LICENSE".split()
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Build an sdist from a copy of the sources, and a wheel of it; install that in a folder."""
+    """Install a wheel, built from an sdist of a copy, in a folder."""
     copy, target = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("installed")
     for name in SOURCES:
         if (ROOT / name).is_dir():

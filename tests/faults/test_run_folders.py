@@ -124,7 +124,7 @@ def script(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("script")
 def test_a_page_and_a_table_of_any_values(tmp_path, capsys):
-    """In each run, all scores and metrics have one wrong value, or all settings have."""
+    """Give all scores and metrics, or all settings, one wrong value."""
     folder = tmp_path / "runs"
     make_run(folder / "whole")
     for name, value in VALUES.items():

@@ -300,7 +300,7 @@ complete -o filenames -F _w2v w2v"""  # after a key
 
 
 def print_completion(options: argparse.Namespace) -> None:
-    """Print a script that completes commands, options, configs, keys and values."""
+    """Print a script that completes commands, options and settings."""
     import shtab
 
     from w2v.config import CONFIGS, TYPES

@@ -167,7 +167,7 @@ def _details(run: Run) -> str:
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return plotly's figure of all metrics, a panel for each, by words and by seconds."""
+    """Return plotly's figure of all metrics, by words and by seconds."""
     traces: list[dict[str, Any]] = []
     axes: dict[str, Any] = {}
     named = set()  # rows that the legend has
@@ -225,7 +225,7 @@ def _scores(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _words(vectors: Path, with_map: bool) -> dict[str, Any]:
-    """Return words, their vectors as bytes, and places of the most frequent ones."""
+    """Return words, vectors as bytes, and places of frequent words."""
     kv = load.load_words(vectors)
     dim = kv.vectors.shape[1]
     wide_ND = kv.vectors[: NEIGHBOR_BYTES // dim]

@@ -466,7 +466,7 @@ def aligned(columns: Columns) -> list[str]:
 
 
 def in_columns(columns: Columns, width: int) -> str:
-    """Format a table for a terminal: the first columns that fit, without intervals."""
+    """Format the columns of a table that fit a terminal."""
     shown: Columns = {}
     for name, cells in columns.items():
         short = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from w2v.api.compare import compare
+    from w2v.api.fasttext import FastText
     from w2v.api.train import train
     from w2v.api.vectors import Vectors, load
     from w2v.api.word2vec import Word2Vec
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from w2v.rows.store import RowStore
 
 __all__ = [
+    "FastText",
     "PagedEmbedding",
     "PagedEmbeddingBag",
     "PagedOptimizer",
@@ -27,6 +29,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 PUBLIC = {
+    "FastText": "w2v.api.fasttext",
     "Word2Vec": "w2v.api.word2vec",
     "PagedEmbedding": "w2v.rows.embedding",
     "PagedEmbeddingBag": "w2v.rows.embedding",

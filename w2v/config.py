@@ -165,9 +165,19 @@ class ModelConfig(Section):
     ns_exponent: float = key(
         0.75, "Negatives are drawn in proportion to count ** ns_exponent.", above=-1000, below=1000
     )
+    subwords: bool = key(False, "Compose word vectors of those of character n-grams, as fastText.")
+    min_n: int = key(
+        -1, "Least characters of an n-gram; < and > at the ends count.", auto=-1, at_least=1
+    )
+    max_n: int = key(-1, "Most characters of an n-gram.", auto=-1, at_least=1, below=256)
+    buckets: int = key(
+        -1, "Vectors that share all n-grams (auto: one each, up to 2 M).", auto=-1, at_least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        holds = self.max_n < 0 or self.max_n >= self.min_n
+        self.check("max_n", holds, f"at least model.min_n={self.min_n}, or auto")
         holds = self.negative_pool_steps == 1 or self.negative_pool != 0
         without = "1 without a pool to share; set model.negative_pool=65536"
         self.check("negative_pool_steps", holds, without)
@@ -284,7 +294,9 @@ class RunConfig(Section):
         10.0, "Minutes between checkpoints (0: one at the end).", at_least=0
     )
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
-    formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files: gensim's .kv, word2vec's .bin.")
+    formats: Literal["kv,bin", "kv", "kv,bin,fasttext", "kv,fasttext"] = key(
+        "kv,bin", "Files: gensim's .kv, word2vec's .bin, fastText's (of subwords)."
+    )
     report: bool = key(True, "Write report.html: scores, curves and a map; needs plotly.")
 
     def __post_init__(self) -> None:
@@ -346,6 +358,9 @@ FOREIGN_NAMES = {
     "model.window": ("ws",),
     "model.negative": ("neg",),
     "model.sample": ("subsample", "t"),
+    "model.min_n": ("minn",),
+    "model.max_n": ("maxn",),
+    "model.buckets": ("bucket",),
     "optimizer.name": ("optim",),
     "optimizer.lr": ("alpha", "learning_rate"),
     "optimizer.min_lr": ("min_alpha",),

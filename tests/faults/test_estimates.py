@@ -46,6 +46,8 @@ CPU = [
     ["model.vector_size=200", "optimizer.name=NAdam", "optimizer.lr=0.001"],
     ["train.kernels=reference", "train.batch_size=8192", "model.negative_pool=20000000"],
     ["train.precision=bf16", "train.batch_size=16384"],
+    ["model.subwords=true", "model.vector_size=300", ADAM],
+    ["model.subwords=true", "train.kernels=reference", "train.batch_size=8192"],
 ]
 GPU = [
     [ADAM],
@@ -53,6 +55,7 @@ GPU = [
     [ADAM, "transfer.engine=mapped", "transfer.gpu_bytes=50%", "train.batch_size=8192"],
     [ADAM, "transfer.engine=staged", "transfer.gpu_bytes=50%", "train.batch_size=8192"],
     [ADAM, "train.deterministic=true", "train.batch_size=8192"],
+    [ADAM, "model.subwords=true"],
     [ADAM, "model.architecture=cbow", "model.hs=true"],
     ["optimizer.name=NAdam", "optimizer.lr=0.001"],
 ]

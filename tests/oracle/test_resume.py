@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.each_case import each_case
-from tests.support.steps import make_step
+from tests.support.steps import make_step, make_subword_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
 from w2v.rows import checkpoint, checkpoint_files
 from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
@@ -29,6 +29,7 @@ from w2v.vectors import export
 from w2v.word2vec.batch import Position, output_vectors
 from w2v.word2vec.huffman import make_tree
 from w2v.word2vec.sampler import Sampler, TrainingText, negative_distribution
+from w2v.word2vec.subwords import Subwords
 
 
 @pytest.fixture(autouse=True)
@@ -118,14 +119,18 @@ def make(
     folder.mkdir(exist_ok=True)
     engine, slots, storage, device = PLACES[place]
     model = config.model
-    step = make_step(
+    make_it, rows = make_step, output_vectors(ROWS, model.hs, model.negative)
+    if model.subwords:
+        limits = model.min_n, model.max_n, model.buckets
+        make_it, rows = make_subword_step, Subwords.of(vocab.words, limits, rows)
+    step = make_it(
         config.optimizer,
-        output_vectors(ROWS, model.hs, model.negative),
+        rows,
         DIM,
         kernels,
-        device,
-        engine,
-        storage,
+        device=device,
+        engine=engine,
+        storage=storage,
         dtype=dtype,
         slots=slots,
         steps_per_page=steps_per_page,
@@ -186,6 +191,16 @@ def test_30_steps_and_20_more_are_50(tmp_path, name, place):
     whole = trained(tmp_path / "whole", *more, **what)
     stopped(tmp_path / "run", *more, stop_after=30, **what)
     assert_same(trained(tmp_path / "run", *more, **what), whole, steps=50)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["Adam", "NAdam"])
+def test_subwords_resume(tmp_path, kernels, name):
+    more = ["model.subwords=true", "model.buckets=50", "model.min_n=2", "train.epochs=2"]
+    more.append(f"optimizer.name={name}")
+    whole = trained(tmp_path / "whole", *more, kernels=kernels)
+    stopped(tmp_path / "run", *more, kernels=kernels, stop_after=60)
+    assert_same(trained(tmp_path / "run", *more, kernels=kernels), whole, steps=100)
 
 
 @pytest.mark.parametrize(

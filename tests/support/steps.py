@@ -20,6 +20,9 @@ from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
 from w2v.word2vec.reference import ReferenceKernels, expand
 from w2v.word2vec.sampler import Sampler, TrainingText
 from w2v.word2vec.step import TrainingStep
+from w2v.word2vec.subwords import SubwordKernels
+from w2v.word2vec.subwords_cpu import CpuSubwordKernels
+from w2v.word2vec.subwords_cuda import CudaSubwordKernels
 
 DTYPE = torch.float32
 MODEL = ModelConfig(negative=5)
@@ -74,6 +77,19 @@ def make_step(
     elif ranks is not SINGLE:
         exchange = RankExchange(kernels, steps_per_page, state, ranks, shape)
     return TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)
+
+
+def make_subword_step(config, subwords, dim, kernels="reference", **how):
+    """Return a step on vectors that are composed of subwords."""
+    vectors = subwords.vectors + -(-subwords.rows // 2)
+    step = make_step(config, vectors, dim, kernels, **how)
+    kinds = {CpuKernels: CpuSubwordKernels, CudaKernels: CudaSubwordKernels}
+    kind = kinds.get(type(step.kernels), SubwordKernels)
+    count_pairs = config.occurrence_cap > 0
+    shape = StepShape(vectors, dim, step.table.dtype, step.state.device, count_pairs)
+    step.kernels = step.exchange.kernels = kind(step.kernels, subwords, shape)
+    step.subwords = subwords
+    return step
 
 
 def make_kernels(name, shape, threads=1):

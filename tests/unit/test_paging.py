@@ -98,9 +98,9 @@ def test_rows_of_the_lookahead_window_fit_into_their_share_of_the_cache(text, ba
     size = 5_000
     chunks = text.ids_N[: len(text.ids_N) // size * size].reshape(-1, size)
     page_marks_A = marks(batches[:2])
-    window = choose_lookahead(text.ids_N, size, page_marks_A, slots)
+    window = choose_lookahead(text.ids_N, size, page_marks_A, slots, KERNELS)
     on_gpu = torch.from_numpy(text.ids_N)
-    assert choose_lookahead(on_gpu, size, page_marks_A, slots) == window
+    assert choose_lookahead(on_gpu, size, page_marks_A, slots, KERNELS) == window
     room = LOOKAHEAD_SHARE * slots
     assert 0 <= window < len(chunks)
     assert window == 0 or rows_that_stay(chunks, page_marks_A, window) <= room
@@ -125,6 +125,6 @@ def misses(text, lookahead, slots, pages):
 def test_lookahead_saves_misses(text, batches, one_thread):
     slots = 7_000
     page_marks_A = marks(batches[:2])
-    lookahead = choose_lookahead(text.ids_N, CHUNK_BATCHES * CENTERS, page_marks_A, slots)
+    lookahead = choose_lookahead(text.ids_N, CHUNK_BATCHES * CENTERS, page_marks_A, slots, KERNELS)
     found = {chunks: misses(text, chunks, slots, 150) for chunks in (0, lookahead, 5)}
     assert found[lookahead] < 0.9 * min(found[0], found[5])

@@ -577,3 +577,32 @@ def test_lists_for_peers_have_room_for_the_pool_of_a_batch():
         is_hosted=False,
     )
     assert make_peer_kernels(planned, None, 1)._most == (20 + 2 * 5) + (20 + 32)
+
+
+def test_subwords_are_planned():
+    words = zipf_plan(300, 20_000)
+    made = zipf_plan(300, 20_000, "model.subwords=true", "model.min_n=1", "optimizer.name=SGD")
+    assert made.kernels == "cpu"  # and not a step at each center
+    assert made.config.model.buckets >= len(made.subwords.used_B) > 0
+    more = 2 * made.shape.vectors - 2 * words.shape.vectors
+    assert more - made.subwords.rows in (0, 1)
+    assert f"{made.subwords.rows:,} of subwords" in describe(made)
+    assert f"in {made.config.model.buckets:,} buckets" in describe(made)
+    given = zipf_plan(300, 20_000, "model.subwords=true", "model.buckets=7")
+    assert given.config.model.buckets == 7 == len(given.subwords.used_B)
+    built = build(given)
+    weight_AD = built.step.table["weight"]
+    first = given.subwords.first
+    assert (weight_AD[first : first + given.subwords.rows] != 0).all(1).all()
+    assert not built.step.outputs["weight"][:300].any()
+
+
+def test_what_subwords_cannot_do_is_refused():
+    settings = "train.device=cpu", "model.subwords=true"
+    with pytest.raises(ConfigError, match="model.subwords=true trains on one rank"):
+        make_plan(configured(*settings), zipf_text(200, 2000), ranks=Many(0, 2, None))
+    for others in (["model.subwords=false"], ["model.hs=true", "model.negative=0"]):
+        with pytest.raises(ConfigError, match="formats=kv,fasttext needs model.subwords=true"):
+            make_plan(configured(*settings, "run.formats=kv,fasttext", *others))
+    with pytest.raises(ConfigError, match="model.max_n=2 .* at least model.min_n=3"):
+        configured("model.max_n=2", "model.min_n=3")

@@ -43,7 +43,7 @@ FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and likely guesses
     **dict.fromkeys(("list", "ls"), "runs"),
     **dict.fromkeys(("remove", "rm", "delete"), "clean"),
 }
-UNSUPPORTED = "minn maxn bucket wordngrams loss pretrainedvectors classes".split()
+UNSUPPORTED = "wordngrams loss pretrainedvectors classes".split()
 
 
 class Parser(argparse.ArgumentParser):
@@ -220,7 +220,7 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
         near = foreign if foreign in known else nearest(option, known, cutoff=0.75)
         is_setting = command == "train" and (not near or plain == "hs")
         if is_setting and plain.lower() in UNSUPPORTED:
-            hints.append("only whole words are trained, by negative sampling or model.hs=true")
+            hints.append("only word vectors are trained, by negative sampling or model.hs=true")
         elif is_setting and (key := nearest_key(plain)):
             settings.append(f"{key}={value or following}")
         elif near:

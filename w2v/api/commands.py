@@ -12,8 +12,8 @@ from w2v.system.console import show
 from w2v.system.files import one_line, printable
 from w2v.vectors import report
 from w2v.vectors.datasets import EvaluationError, Further
-from w2v.vectors.load import VectorsError
-from w2v.vectors.query import SIGNS
+from w2v.vectors.load import VectorsError, Words
+from w2v.vectors.query import SIGNS, composed
 
 
 def score(options: Namespace) -> None:
@@ -33,7 +33,7 @@ def nn(options: Namespace) -> int:
     """Print the nearest neighbors of each word."""
     vectors = load(options.run)
     questions = [[word] for word in options.words]
-    return _answer(lambda words: vectors.nn(" ".join(words), options.topn), questions)
+    return _answer(vectors, lambda words: vectors.nn(" ".join(words), options.topn), questions)
 
 
 def analogies(options: Namespace) -> int:
@@ -46,7 +46,7 @@ def analogies(options: Namespace) -> int:
         questions = [word.split() for word in words]
     else:
         questions = [words[start : start + 3] for start in range(0, len(words), 3)]
-    return _answer(lambda words: vectors.analogies(*words, topn=options.topn), questions)
+    return _answer(vectors, lambda words: vectors.analogies(*words, topn=options.topn), questions)
 
 
 def export_vectors(options: Namespace) -> None:
@@ -66,7 +66,9 @@ def write_report(options: Namespace) -> None:
     show(report.write(options.runs, options.to))
 
 
-def _answer(ask: Callable[[list[str]], Answers], questions: Sequence[list[str]]) -> int:
+def _answer(
+    vectors: Words, ask: Callable[[list[str]], Answers], questions: Sequence[list[str]]
+) -> int:
     """Answer the questions, or else lines of stdin; return the status."""
     if not questions and sys.stdin.isatty():
         show("one question per line; Ctrl-D ends", file=sys.stderr)
@@ -74,7 +76,9 @@ def _answer(ask: Callable[[list[str]], Answers], questions: Sequence[list[str]])
     for words in questions or filter(None, map(str.split, sys.stdin)):
         try:
             answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]
-            show("\n".join([printable(" ".join(words)), *answers]))
+            unseen = ", ".join(word for word in words if composed(vectors, word) is not None)
+            note = f"  (composed of n-grams: {unseen})" if unseen else ""
+            show("\n".join([printable(" ".join(words) + note), *answers]))
         except EvaluationError as error:
             show(f"error: {one_line(error)}", file=sys.stderr)
             if questions:  # a line may be mistyped

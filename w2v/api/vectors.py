@@ -65,6 +65,8 @@ class Vectors(Words):
         return word in self.key_to_index
 
     def __getitem__(self, word: str) -> np.ndarray:
+        if (vector_D := query.composed(self, word)) is not None:
+            return vector_D
         return self.vectors[self.key_to_index[word]]
 
     def __fspath__(self) -> str:

@@ -39,6 +39,7 @@ from w2v.training import build, plan
 from w2v.training.memory import Machine, explained
 from w2v.training.trainer import TrainingLoop
 from w2v.word2vec import auto
+from w2v.word2vec.batch import output_vectors
 from w2v.word2vec.step import TrainingStep
 
 log = logging.getLogger("w2v")
@@ -96,6 +97,8 @@ class Word2Vec(word2vec.Word2Vec):
     """
 
     loss_per_pair = math.nan  # mean over the positive pairs of the last epoch
+    GENSIMS: type = word2vec.Word2Vec  # the class that this one replaces
+    steps_at_centers = True  # whether plain SGD on a CPU makes a step at each center
     _median = 0.0  # `median_count` of the text that the vocabulary was chosen from, if known
 
     def __init__(
@@ -134,21 +137,26 @@ class Word2Vec(word2vec.Word2Vec):
         device: Literal["auto", "cpu", "cuda"] = "auto",
         settings: Sequence[str] = (),
     ):
-        given = dict(locals())  # all arguments by name
+        self._begin(dict(locals()), GENSIM_ARGUMENTS)
+
+    def _begin(self, given: dict[str, Any], arguments: Sequence[str]) -> None:
+        """Check all arguments by name, and give gensim's constructor those listed."""
+        optimizer, alpha = given["optimizer"], given["alpha"]
         if optimizer is None:
             optimizer = Config().optimizer.name
             if alpha is not None:
                 optimizer = "SGD"
         self.optimizer = optimizer_name(optimizer)
-        self.optimizer_args = optimizer_args
-        self.batch_size = batch_size
-        self.device = device
+        self.optimizer_args = given["optimizer_args"]
+        self.batch_size = given["batch_size"]
+        self.device = given["device"]
+        settings = given["settings"]
         if isinstance(settings, str):
             settings = [settings]
         self.settings = list(settings)
         # State by optimizer and `Part`: row states [V, n] and scalars [].
         self._states: dict[tuple[str, str], dict[str, np.ndarray]] = {}
-        config = self._config(given, epochs, seed, alpha, min_alpha)
+        config = self._config(given, given["epochs"], given["seed"], alpha, given["min_alpha"])
         with _naming_arguments():
             RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
         # While alpha has this value, a text gets one that suits it.
@@ -157,16 +165,16 @@ class Word2Vec(word2vec.Word2Vec):
             self._default_alpha = auto.RATES[self.optimizer]
         given["alpha"] = self._default_alpha or config.optimizer.lr
         given["min_alpha"] = config.optimizer.min_lr
-        given["workers"] = workers or torch.get_num_threads()
+        given["workers"] = given["workers"] or torch.get_num_threads()
         given.update({name: getattr(config.model, name) for name in MODEL if name != "sample"})
         for name in WHOLE:
             if given[name] is not None or name == "min_count":
                 given[name] = _number(int, name, given[name])
-        given["sg"] = _number(bool, "sg", sg)
-        if isinstance(sample, str):
-            given["sample"] = _number(float, "sample", sample)
+        given["sg"] = _number(bool, "sg", given["sg"])
+        if isinstance(given["sample"], str):
+            given["sample"] = _number(float, "sample", given["sample"])
         # gensim's constructor calls `train` where it is given a text, so it comes last.
-        super().__init__(**{name: given[name] for name in GENSIM_ARGUMENTS})
+        super().__init__(**{name: given[name] for name in arguments})
 
     @classmethod
     def load(cls, *args, **named):
@@ -179,7 +187,7 @@ class Word2Vec(word2vec.Word2Vec):
         keep their class, as in gensim.
         """
         model = super().load(*args, **named)
-        if type(model) is word2vec.Word2Vec:
+        if type(model) is cls.GENSIMS:
             model.__class__ = cls
             vars(model).update(optimizer="SGD", optimizer_args=None, batch_size=None)
             vars(model).update(device="auto", settings=[], _default_alpha=None, _states={})
@@ -364,6 +372,7 @@ class Word2Vec(word2vec.Word2Vec):
                 raise ConfigError(f"settings: {setting!r} cannot be set here, only {SETTINGS}")
         given = {**given, "sample": _share(given["sample"], words)}
         model = {name: _number(TYPES[f"model.{name}"], name, given[name]) for name in MODEL}
+        model |= self._subword_settings(given)
         epochs = _number(operator.index, "epochs", epochs)
         batch_size = _number(operator.index, "batch_size", self.batch_size or 0)
         seed = secrets.randbits(60) if seed is None else _number(operator.index, "seed", seed)
@@ -385,6 +394,10 @@ class Word2Vec(word2vec.Word2Vec):
             model_config = replace(config.model, **model)
             return replace(config, model=model_config, optimizer=optimizer, train=train)
 
+    def _subword_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings of subwords, by key of the section model."""
+        return {}
+
     def _base_config(self, is_auto: bool) -> Config:
         """Return the shipped settings of the optimizer, and the user's.
 
@@ -396,7 +409,7 @@ class Word2Vec(word2vec.Word2Vec):
         if not is_auto:
             settings.append("optimizer.lr=1")
         config = load_config([], settings)
-        if self.optimizer != "SGD" or self.optimizer_args:
+        if self.optimizer != "SGD" or self.optimizer_args or not self.steps_at_centers:
             return config
         like_gensims = load_config([CPU_SGD], settings)
         if plan.choose_kernels(like_gensims, Machine.here()) in ON_CPU:
@@ -501,10 +514,10 @@ class Word2Vec(word2vec.Word2Vec):
 
         Later there are only changes that a callback has made.
         """
-        for name, table, rows, vectors_VD in self._parts(step):
+        for name, table, rows, vectors_VD, picked in self._parts(step):
             if not vectors_VD.flags.writeable:
                 raise ConfigError(f"the {name} vectors are read-only; load without mmap='r'")
-            weight_VD = table["weight"][rows]
+            weight_VD, vectors_VD = table["weight"][rows], vectors_VD[picked]
             if not is_first and np.array_equal(vectors_VD, weight_VD.float().cpu().numpy()):
                 continue
             if not is_first and step.engine.moves_rows:
@@ -522,10 +535,10 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _copy_from(self, step: TrainingStep) -> None:
         """Copy vectors (in place) and optimizer state out of the tables."""
-        step.engine.flush()
+        step.flush()
         self._states = {}
-        for name, table, rows, vectors_VD in self._parts(step):
-            np.copyto(vectors_VD, table["weight"][rows].float().cpu().numpy())
+        for name, table, rows, vectors_VD, picked in self._parts(step):
+            vectors_VD[picked] = table["weight"][rows].float().cpu().numpy()
             self._states[self.optimizer, name] = {
                 key: (state.float() if state.ndim else state).cpu().numpy().copy()
                 for key, state in _states(table, rows).items()
@@ -544,7 +557,8 @@ class Word2Vec(word2vec.Word2Vec):
         if self.negative:
             parts.append(Part("output", step.outputs, words, self.syn1neg))
         if self.hs:  # gensim's array has a last row that is no node
-            nodes = slice(words.stop if self.negative else 0, step.outputs.rows)
+            last = output_vectors(words.stop, self.hs, self.negative)
+            nodes = slice(words.stop if self.negative else 0, last)
             syn1 = self.syn1[: nodes.stop - nodes.start]
             parts.append(Part("nodes", step.outputs, nodes, syn1))
         return parts
@@ -565,12 +579,16 @@ class GensimsVocab(Vocab):
 
 
 class Part(NamedTuple):
-    """Rows of a table, and gensim's array of their weights [V, D]."""
+    """Rows of a table, and gensim's array of their weights [V, D].
+
+    picked: which rows of that array.
+    """
 
     name: str
     table: Table
     rows: slice
     vectors_VD: np.ndarray
+    picked: slice | np.ndarray = slice(None)
 
 
 def _states(table: Table, rows: slice) -> dict[str, Tensor]:

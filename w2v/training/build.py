@@ -35,6 +35,8 @@ from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
 from w2v.word2vec.reference import ReferenceKernels
 from w2v.word2vec.sampler import Sampler, TrainingText, negative_distribution
 from w2v.word2vec.step import TrainingStep
+from w2v.word2vec.subwords import SubwordKernels
+from w2v.word2vec.subwords_cuda import CudaSubwordKernels
 
 log = logging.getLogger("w2v")
 PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}  # of matrix products in plain torch
@@ -76,7 +78,8 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
     elif plan.ranks.size > 1:
         exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape)
-    step = TrainingStep(table, kernels, engine, exchange, plan.optimizer, state, planning)
+    parts = table, kernels, engine, exchange, plan.optimizer, state, planning
+    step = TrainingStep(*parts, plan.subwords)
     return_freed_memory()
     if not plan.on_gpu and (plan.ranks.size > 1 or not plan.has_own_step):
         reuse_freed_memory()
@@ -122,7 +125,7 @@ def make_table(plan: Plan, draws_vectors: bool) -> Table:
     size = plan.config.model.vector_size
     dtype = plan.shape.dtype
     states = plan.optimizer.states(size)
-    rows = 2 * plan.ranks.shard_rows(plan.vectors)
+    rows = 2 * plan.ranks.shard_rows(plan.shape.vectors)
     storage: Storage = "cpu"
     if plan.is_hosted:
         storage = STORAGE[plan.engine]
@@ -152,11 +155,14 @@ def make_table(plan: Plan, draws_vectors: bool) -> Table:
             first = int(rows_n[0]) % 2  # the first row of an input vector
             words = rows_n[first::2] // 2
             vectors_nD[first::2] = values(plan.ranks.global_rows(words))
+            if plan.subword_rows:
+                rows_n1 = (2 * plan.ranks.global_rows(rows_n // 2) + rows_n % 2)[:, None]
+                return torch.where(rows_n1 < 2 * plan.vectors, vectors_nD, values(rows_n1[:, 0]))
             return vectors_nD
 
         threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
         # Memory of rows that no word uses is not touched, so a CPU does not provide it.
-        last_row = 2 * plan.ranks.shard_rows(plan.words)
+        last_row = rows if plan.subword_rows else 2 * plan.ranks.shard_rows(plan.words)
         table.initialise(vectors, plan.device, threads, last_row=last_row)
     return table
 
@@ -186,6 +192,20 @@ def make_peer_kernels(plan: Plan, tree: Tree | None, steps: int) -> CudaPeerKern
 
 def make_kernels(plan: Plan) -> Kernels:
     """Return the kernels of the plan."""
+    kernels, subwords = make_word_kernels(plan), plan.subwords
+    if not subwords:
+        return kernels
+    if isinstance(kernels, CudaKernels) and not isinstance(kernels, TorchStepKernels):
+        return CudaSubwordKernels(kernels, subwords, plan.shape)
+    if plan.kernels == "cpu":
+        from w2v.word2vec.subwords_cpu import CpuSubwordKernels  # as above
+
+        return CpuSubwordKernels(kernels, subwords, plan.shape)
+    return SubwordKernels(kernels, subwords, plan.shape)
+
+
+def make_word_kernels(plan: Plan) -> Kernels:
+    """Return kernels of the plan for vectors of words."""
     if plan.kernels == "cuda":
         if plan.optimizer.formula:
             return CudaKernels(plan.shape)
@@ -270,7 +290,8 @@ def make_paging(plan: Plan, text: TrainingText) -> Paging:
     if not looks_ahead or marks_A is None:
         return paging
     words = chunk_words(plan.config.train.batch_size)
-    return paging._replace(lookahead=choose_lookahead(text.ids_N, words, marks_A, plan.slots))
+    lookahead = choose_lookahead(text.ids_N, words, marks_A, plan.slots, kernels)
+    return paging._replace(lookahead=lookahead)
 
 
 def choose_paging(
@@ -294,7 +315,7 @@ def choose_paging(
 
 
 def choose_lookahead(
-    ids_N: np.ndarray | Tensor, chunk_words: int, page_marks_A: Tensor, slots: int
+    ids_N: np.ndarray | Tensor, chunk_words: int, page_marks_A: Tensor, slots: int, kernels: Kernels
 ) -> int:
     """Return the longest lookahead window whose rows fit into the cache.
 
@@ -321,6 +342,7 @@ def choose_lookahead(
         note_uses(future_V, window - 1, window - 1)
         note_uses(past_V, chunks - window, window)
         stays_V = past_V + future_V <= window
-        if int((page_marks_A | stays_V.repeat_interleave(2)).sum()) > LOOKAHEAD_SHARE * slots:
+        stays_A = kernels.with_subwords(stays_V.repeat_interleave(2))
+        if int((page_marks_A | stays_A).sum()) > LOOKAHEAD_SHARE * slots:
             return window - 1
     return max(0, chunks - 1)

@@ -32,6 +32,7 @@ from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.export import EXPORT_BYTES
 from w2v.word2vec.batch import StepShape, chunk_words, max_rows, output_vectors
 from w2v.word2vec.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
+from w2v.word2vec.subwords import Subwords
 
 MIB = 1 << 20
 # The fixed part of CPU memory.
@@ -42,12 +43,14 @@ CUDA_BYTES = 1000 * MIB  # more with CUDA's context and libraries, cuBLAS for sc
 TORCH_CUDA_BYTES = 470 * MIB  # more with torch's kernels, where it pages or steps rows
 RING_BYTES = 48 * MIB  # pinned by the staged link
 WORD_BYTES = 180  # a vocabulary word: its string, counts and probabilities
+NGRAM_BYTES, NGRAM_GPU_BYTES = 40, 4  # an n-gram of a word: its row, also while it is found
 PATH_BYTES = 5  # a node of a word's path in the tree: row and code
 
 # Memory of batches on the compute device, beside that of the kernels.
 CHUNK_WORD_BYTES = 32  # a word of a chunk of the text, also while it is subsampled
 NEGATIVE_BYTES = 4 * (1 + EARLY_BATCHES) + 8  # of the batches drawn ahead, and while one is drawn
 POOL_BYTES = 36  # a word of the pool of negatives, which plain torch keeps in memory
+SUBWORD_ROWS = 16  # of a word, beside those of more frequent words of its batch
 SAMPLED = 100_000  # words of a vocabulary, at most, from which the rows of a batch are estimated
 PAGES = 3  # pages whose batches are in memory: planned, computing, and the one before
 MOST_STEPS = 8  # of a page, a power of two: with more the CPU saves nothing that can be measured
@@ -167,6 +170,7 @@ class Plan:
     optimizer: RowOptimizer
     device: torch.device  # where steps are computed
     kernels: str  # reference, cpu, sequential or cuda
+    subwords: Subwords | None = None
     ranks: Ranks = SINGLE
     engine: str = "resident"  # resident, mapped or staged
     slots: int = 0  # capacity of the GPU cache in rows; with resident tables, all rows
@@ -195,10 +199,15 @@ class Plan:
         return output_vectors(self.words, self.config.model.hs, self.config.model.negative)
 
     @property
+    def subword_rows(self) -> int:
+        """Rows of words' own vectors and of n-grams."""
+        return self.subwords.rows if self.subwords else 0
+
+    @property
     def shape(self) -> StepShape:
         """Shape of the whole table."""
         return StepShape(
-            vectors=self.vectors,
+            vectors=self.vectors + -(-self.subword_rows // 2),
             dim=self.config.model.vector_size,
             dtype=ROW_TYPES.get(self.config.train.precision, torch.float32),
             device=self.device,
@@ -348,7 +357,8 @@ class Plan:
             "gpu": self._gpu_needs(),
             "disk": {
                 "checkpoints": checkpoints * self.shape.rows * unpadded,
-                "vectors": (formats * 4 * self.shape.dim + 32) * self.words,
+                "vectors": (formats * 4 * self.shape.dim + 32) * self.words
+                + 4 * self.shape.dim * max(0, self.config.model.buckets) * bool(self.subwords),
                 "tables": file_bytes * is_one_disk,
             },
             "files": {"tables": file_bytes * (not is_one_disk)},
@@ -373,7 +383,7 @@ class Plan:
             "program": program,
             "tables": tables,
             "buffers": RING_BYTES * (self.engine == "staged"),
-            "vocabulary": WORD_BYTES * self.words + self._tree_bytes,
+            "vocabulary": WORD_BYTES * self.words + self._tree_bytes + self._ngrams(NGRAM_BYTES),
             "vectors": vectors,
             # Freed before vectors are exported, so only the larger of the two counts.
             "batches": max(0, self.batch_bytes() - vectors) * (not self.on_gpu),
@@ -392,13 +402,20 @@ class Plan:
             "program": reserve + self.table_bytes // MAPPED_PART * (self.engine == "mapped"),
             "batches": self.batch_bytes(),
             "ids": 4 * len(self.corpus.ids) * self.ids_on_gpu,
-            "vocabulary": word_bytes * self.words + INDEX_BYTES * rows + self._tree_bytes,
+            "vocabulary": word_bytes * self.words
+            + INDEX_BYTES * rows
+            + self._tree_bytes
+            + self._ngrams(NGRAM_GPU_BYTES),
         }
         if not self.is_hosted:
             return needs | {"tables": self.table_bytes}
         # An automatic cache takes what is left.
         slots = self.given_slots or 0
         return needs | {"cache maps": MAP_BYTES * rows, "cache": self.slot_bytes * slots}
+
+    def _ngrams(self, each: int) -> int:
+        """Return the bytes of the n-grams of all words."""
+        return each * len(self.subwords.rows_N) if self.subwords else 0
 
     @property
     def given_slots(self) -> int | None:
@@ -441,12 +458,13 @@ class Plan:
             most = self._most_rows(centers)
             found += 4 * (1 + model.negative) * (PAGES * MOST_STEPS * centers + chunk)
             found += 2 * gradient * sum(min(self.shape.shard_rows // 2, rows) for rows in most)
+            found += gradient * self.subword_rows
         elif self.kernels == "reference":  # products of all pairs
             found += POOL_BYTES * max(0, model.negative_pool)
             found += 8 * centers * (2 * window + 1 + model.negative + depth) * dim
         else:  # an index of each row, and gradients, of each thread
             threads = torch.get_num_threads()
-            found += 8 * self.vectors * (threads + 1)
+            found += 4 * self.shape.rows * (threads + 1) * (1 + bool(self.subwords))
             # Several ranks send and receive weights and gradients, and sum these again.
             arrays = 2 + 4 * (self.ranks.size > 1)
             found += arrays * gradient * threads * sum(self.touched(-(-centers // threads)))
@@ -472,6 +490,8 @@ class Plan:
             return int(every * -np.expm1(-uses_V / every).sum())
 
         inputs = unique(uses_V)
+        if self.subwords:
+            inputs += min(self.subword_rows, SUBWORD_ROWS * inputs)
         outputs = 0
         if model.negative:  # a word that is a center and a negative has one row
             prob_V = negative_distribution(counts_V, model.ns_exponent)

@@ -28,6 +28,7 @@ from w2v.text.vocab import Vocab
 from w2v.training.memory import Machine, Plan, fitting_batch_size
 from w2v.word2vec import auto
 from w2v.word2vec.cuda import MOST_CBOW_DIM
+from w2v.word2vec.subwords import Subwords
 
 log = logging.getLogger("w2v")
 KERNELS = {  # as the plan names them
@@ -88,6 +89,11 @@ def make_plan(
     space of its old checkpoints counts as free. Raises `ConfigError` if this machine cannot do what
     is asked for.
     """
+    if config.model.subwords and ranks.size > 1:
+        raise ConfigError("model.subwords=true trains on one rank; leave out --gpus or torchrun")
+    if "fasttext" in config.run.formats and not (config.model.subwords and config.model.negative):
+        needs = "model.subwords=true and model.negative above 0"
+        raise ConfigError(f"run.formats={config.run.formats} needs {needs}")
     machine = Machine.here(ranks)
     # This refuses what cannot be paged or computed, before anything is read.
     kernels = choose_kernels(config, machine, ranks)
@@ -132,6 +138,10 @@ def resolve(plan: Plan) -> Plan:
     centers = float(plan.vocab.kept_counts(config.model.sample).sum())
     optimizer = RowOptimizer(config.optimizer)
     plan = replace(plan, config=config, optimizer=optimizer, centers=centers)
+    if (model := config.model).subwords and not plan.subwords:
+        limits = model.min_n, model.max_n, model.buckets
+        plan = replace(plan, subwords=Subwords.of(plan.vocab.words, limits, plan.vectors))
+        check_rows(plan)
     engine, reason = choose_engine(plan)
     plan = replace(plan, engine=engine, reason=reason)
     # All ranks page alike, with the smallest cache that any can have.
@@ -164,7 +174,9 @@ def choose_kernels(config: Config, machine: Machine, ranks: Ranks = SINGLE) -> s
     if choose_device(config, machine).type == "cpu":
         if train.precision != "float32":
             obstacle = f"train.precision={train.precision} needs plain torch on the CPU"
-        fused = "sequential" if optimizer.is_plain_sgd and ranks.size == 1 else "cpu"
+        fused = "cpu"
+        if optimizer.is_plain_sgd and ranks.size == 1 and not config.model.subwords:
+            fused = "sequential"
     else:
         if not machine.cuda_cupy:
             obstacle = "CuPy cannot be imported"
@@ -329,6 +341,8 @@ def describe(plan: Plan) -> str:
     record = ", ".join(["weights", *plan.optimizer.states(size)])
     tables = f"2 tables of {plan.words:,} words x {size} numbers ({record})"
     takes = plan.takes()
+    if plan.subwords:
+        tables += f" and {plan.subwords.rows:,} of subwords"
     lines = {
         "machine": str(plan.machine),
         "corpus": _describe_text(plan),
@@ -382,6 +396,8 @@ def _describe_kernels(plan: Plan) -> str:
         parts.append("CBOW")
     if model.hs:
         parts.append("hierarchical softmax")
+    if model.subwords:
+        parts.append(f"n-grams of {model.min_n} to {model.max_n} in {model.buckets:,} buckets")
     return ", ".join(parts)
 
 

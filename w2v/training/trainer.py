@@ -33,6 +33,7 @@ from w2v.training.lockstep import Decision, Lockstep
 from w2v.training.metrics import Curve, LinkUse, Metrics
 from w2v.vectors import evaluate, export, query, report
 from w2v.vectors.datasets import ITEMS, RESTRICT_VOCAB, read_items
+from w2v.vectors.export import Composed
 from w2v.word2vec.batch import Batch, Position
 from w2v.word2vec.heldout import HeldOut
 from w2v.word2vec.sampler import Sampler
@@ -191,7 +192,7 @@ class Trainer:
                     if self.ranks.all_gather(self._save_timer.due(checkpoint.EPOCH_SECONDS))[0]:
                         self._save(sampler.position)
             # The end of the run.
-            self._step.engine.flush()
+            self._step.flush()
             self._check()
             self.metrics.log(self.loop.lr)
             self._final = self._state(sampler.position)
@@ -283,7 +284,7 @@ class Trainer:
     def _score_epoch(self, epoch: int) -> None:
         if not (self.config.run.score_epochs or self.held_out):
             return
-        self._step.engine.flush()
+        self._step.flush()
         with self.timeline.phase("scoring"), self.metrics.paused():
             scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.words}
             scores["seconds"] = round(self.metrics.seconds, 3)
@@ -415,7 +416,11 @@ class Trainer:
                 examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
                 formats = self.config.run.formats.split(",")
                 step = self._final["step"]
-                export.save_run(self.vocab, inputs.dim, blocks, self.folder, formats, step)
+                composed = None
+                if subwords := self._step.subwords:
+                    composed = Composed(subwords, self._step.table, self.config)
+                of = self.vocab, inputs.dim, blocks, self.folder
+                export.save_run(*of, formats, step, composed)
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
             self._report(scores, examples.result(), results)

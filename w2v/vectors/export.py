@@ -1,4 +1,4 @@
-"""Write vectors in the formats of gensim (.kv) and word2vec (.bin, .txt)."""
+"""Write vectors in the formats of gensim, word2vec and fastText."""
 
 from __future__ import annotations
 
@@ -10,23 +10,42 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from w2v.system.files import TEMPORARY_SUFFIX, hash_file, sync
-from w2v.vectors import convert, manifest
-from w2v.vectors.load import ARRAY, VOCAB, VectorsError
+from w2v.vectors import convert, fasttext, manifest
+from w2v.vectors.load import ARRAY, NGRAMS, OWN, SUBWORD_CLASS, VOCAB, VectorsError
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
+    from w2v.config import Config
     from w2v.distributed.ranks import Ranks
     from w2v.rows.table import Table
     from w2v.text.vocab import Vocab
+    from w2v.word2vec.subwords import Subwords
 
+FASTTEXT = "vectors.fasttext.bin"
 BLOCK_BYTES = 8 << 20  # of vectors on their way from the tables to the files
 EXPORT_BYTES = 4 * BLOCK_BYTES  # most memory of an export, but for the words
+
+
+class Composed(NamedTuple):
+    """What the vectors of a run are composed of."""
+
+    subwords: Subwords
+    table: Table
+    config: Config
+
+
+def blocks_of(table: Table, first: int, last: int) -> Iterator[np.ndarray]:
+    """Yield the weights of rows [first, last) in float32 [n, D] blocks."""
+    block = max(1, BLOCK_BYTES // (4 * table.dim))
+    for start in range(first, last, block):
+        part_nD = table["weight"][start : min(start + block, last)]
+        yield part_nD.float().cpu().contiguous().numpy()
 
 
 def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
@@ -61,20 +80,20 @@ def save_run(
     folder: Path,
     formats: Sequence[str],
     step: int | None = None,
+    composed: Composed | None = None,
 ) -> None:
     """Write the vectors of a run, its words and the manifest, without gensim.
 
-    vectors.kv holds the words, and an .npy file beside it the vectors, float32 [n, D] in blocks.
+    vectors.kv holds the words, and .npy files beside it the vectors, float32 [n, D] in blocks.
     An error is raised after the last block, as other ranks wait until theirs are received. Files
     of earlier steps are removed.
     """
     try:
         with _new_files(folder) as new:
-            with open(new / ARRAY, "wb") as file:
-                header = {"descr": "<f4", "fortran_order": False, "shape": (len(vocab.words), dim)}
-                np.lib.format.write_array_header_1_0(file, header)
-                file.writelines(block_nD.data for block_nD in blocks)
-            (new / "vectors.kv").write_bytes(_pickled(vocab, dim))
+            _write_array(new / ARRAY, len(vocab.words), dim, blocks)
+            (new / "vectors.kv").write_bytes(_pickled(vocab, dim, composed))
+            if composed:
+                _write_subwords(new, vocab, composed, "fasttext" in formats)
             if "bin" in formats:
                 vectors_VD = np.load(new / ARRAY, mmap_mode="r")
                 with open(new / "vectors.bin", "wb") as file:
@@ -90,13 +109,41 @@ def save_run(
             pass
 
 
-def _pickled(vocab: Vocab, dim: int) -> bytes:
+def _write_array(path: Path, rows: int, dim: int, blocks: Iterator[np.ndarray]) -> None:
+    """Write blocks of float32 [n, D] as an .npy file."""
+    with open(path, "wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.writelines(block_nD.data for block_nD in blocks)
+
+
+def _write_subwords(folder: Path, vocab: Vocab, composed: Composed, as_fasttext: bool) -> None:
+    """Write what composes vectors of unseen words."""
+    subwords, table, config = composed
+    min_n, max_n, buckets = subwords.limits
+    words, first, last = subwords.words, subwords.first, subwords.first + subwords.rows
+    _write_array(folder / OWN, words, table.dim, blocks_of(table, first, first + words))
+    # Buckets that are not in use have zero vectors.
+    shape, done = (buckets, table.dim), 0
+    buckets_BD = np.lib.format.open_memmap(folder / NGRAMS, "w+", np.float32, shape)
+    for block_nD in blocks_of(table, first + words, last):
+        buckets_BD[subwords.used_B[done : done + len(block_nD)]] = block_nD
+        done += len(block_nD)
+    buckets_BD.flush()
+    if as_fasttext:
+        ngrams = fasttext.Ngrams(min_n, max_n, np.load(folder / OWN, mmap_mode="r"), buckets_BD)
+        _, outputs = table.interleaved("input", "output")
+        with open(folder / FASTTEXT, "wb") as file:
+            fasttext.write(file, config, vocab, ngrams, blocks_of(outputs, 0, words))
+
+
+def _pickled(vocab: Vocab, dim: int, composed: Composed | None = None) -> bytes:
     """Return the pickle of a KeyedVectors whose vectors are in `ARRAY`.
 
     Its class is named by hand, as the import of gensim takes a second.
     """
     words = vocab.words
-    state = {
+    state: dict[str, Any] = {
         "vector_size": dim,
         "index_to_key": words,
         "key_to_index": {word: row for row, word in enumerate(words)},
@@ -110,7 +157,14 @@ def _pickled(vocab: Vocab, dim: int) -> bytes:
         "__ignoreds": [],
         "__recursive_saveloads": [],
     }
-    made = pickle.GLOBAL + b"gensim.models.keyedvectors\nKeyedVectors\n"
+    name = "gensim.models.keyedvectors KeyedVectors"
+    if composed:
+        name = SUBWORD_CLASS
+        min_n, max_n, buckets = composed.subwords.limits
+        state |= {"min_n": min_n, "max_n": max_n, "bucket": buckets, "buckets_word": None}
+        state |= {"compatible_hash": True}
+        state["__numpys"] = ["vectors", "vectors_vocab", "vectors_ngrams"]
+    made = pickle.GLOBAL + name.replace(" ", "\n").encode() + b"\n"
     made += pickle.EMPTY_TUPLE + pickle.NEWOBJ
     pickled = pickle.dumps(state, protocol=3)
     start = len(pickle.PROTO) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import operator
 import pickle
 import re
 from collections import Counter
@@ -17,7 +18,8 @@ import numpy as np
 
 from w2v.system.files import refused
 from w2v.text.formats import HEAD_BYTES, packing_of, unpacked
-from w2v.vectors import manifest, runs
+from w2v.vectors import fasttext, manifest, runs
+from w2v.vectors.fasttext import Ngrams
 from w2v.vectors.manifest import VectorsError
 
 if TYPE_CHECKING:
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
 OTHERS = {  # first bytes of files that are known and hold no vectors, or none that are read here
-    b"\xba\x16\x4f\x2f": "is a model of fastText; use the .vec file beside it, or convert it: "
-    "gensim.models.fasttext.load_facebook_vectors(FILE).save_word2vec_format('vectors.txt')",
     b"PK\x03\x04": "is a zip archive; unzip it first",
     b"\xff\xfe": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
 }
@@ -36,9 +36,12 @@ NO_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1f]")
 BLOCK_BYTES = 1 << 20  # read at a time
 LONGEST = 1 << 26  # bytes of a line, or of a word and its vector
 SAMPLE_LINES = 100  # from which the number of dimensions is told
-ARRAY = "vectors.kv.vectors.npy"  # beside vectors.kv, as gensim names it
+# Beside vectors.kv, as gensim names them: vectors, and of subwords own ones and those of n-grams.
+ARRAY, OWN, NGRAMS = (f"vectors.kv.vectors{part}.npy" for part in ("", "_vocab", "_ngrams"))
 VOCAB = "vocab.tsv"
+SUBWORD_CLASS = "gensim.models.fasttext FastTextKeyedVectors"
 KEYED_CLASSES = {
+    SUBWORD_CLASS,
     "gensim.models.keyedvectors KeyedVectors",
     "gensim.models.keyedvectors Word2VecKeyedVectors",  # of gensim 3
 }
@@ -88,11 +91,13 @@ class Words:
         words: Sequence[str],
         vectors: np.ndarray,
         expandos: Mapping[str, np.ndarray] | None = None,  # further columns, such as "count"
+        ngrams: Ngrams | None = None,  # for vectors of other words
     ):
         self.vectors = vectors
         self.index_to_key = list(words)
         self.key_to_index = {word: row for row, word in enumerate(words)}
         self.expandos = dict(expandos or {})
+        self.ngrams = ngrams
         self.norms: np.ndarray | None = None  # computed on demand
 
 
@@ -104,7 +109,14 @@ def load(run: str | Path | Words) -> KeyedVectors:
     from gensim.models import KeyedVectors
 
     words = run if isinstance(run, Words) else load_words(run)
-    kv = KeyedVectors(words.vectors.shape[1])
+    dim, ngrams = words.vectors.shape[1], words.ngrams
+    if ngrams:
+        from gensim.models.fasttext import FastTextKeyedVectors
+
+        kv = FastTextKeyedVectors(dim, ngrams.min_n, ngrams.max_n, len(ngrams.buckets_BD))
+        kv.vectors_vocab, kv.vectors_ngrams = np.array(ngrams.own_VD), np.array(ngrams.buckets_BD)
+    else:
+        kv = KeyedVectors(dim)
     kv.index_to_key = words.index_to_key
     kv.key_to_index = words.key_to_index
     kv.next_index = len(words.index_to_key)
@@ -112,6 +124,8 @@ def load(run: str | Path | Words) -> KeyedVectors:
     kv.vectors = words.vectors
     if isinstance(kv.vectors, np.memmap):
         kv.vectors = np.array(kv.vectors)  # in memory, where it can be written
+    if ngrams:
+        kv.recalc_char_ngram_buckets()
     return kv
 
 
@@ -125,7 +139,7 @@ def load_words(run: str | Path) -> Words:
     manifest.require_current(folder)
     _, sums = manifest.read(folder)
     names = [name for name in sums if name == path.name or name.startswith(f"{path.name}.")]
-    is_run = path.name == "vectors.kv" and VOCAB in sums
+    is_run = path.name == "vectors.kv" and VOCAB in sums and NGRAMS not in sums
     if is_run:
         names.append(VOCAB)
     manifest.check(folder, names, sums)
@@ -157,6 +171,10 @@ def _read(path: Path, file: io.BufferedIOBase) -> Words:
     if head.startswith(pickle.PROTO):
         file.seek(0)
         return _read_kv(path, file.read())
+    if head.startswith(fasttext.MAGIC):
+        file.seek(0)
+        words, counts, ngrams = fasttext.read(file)
+        return _checked(path, words, ngrams.compose_all(words), {"count": counts}, ngrams)
     head = head.removeprefix(BYTE_ORDER_MARK) + file.readline(LONGEST)  # whole lines
     first, _, body = head.partition(b"\n")
     header = HEADER.fullmatch(first)
@@ -286,14 +304,25 @@ def _read_kv(path: Path, content: bytes) -> Words:
     if state.get("__scipys") or state.get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
     # gensim lists the arrays that are in files of their own.
-    if "vectors" in state.get("__numpys", ()):
-        vectors_VD = _map_rows(Path(f"{path}.vectors.npy"))
-    else:
-        vectors_VD = _array(state["vectors"])
+    apart = state.get("__numpys", ())
+
+    def rows(name: str) -> np.ndarray:
+        return _map_rows(Path(f"{path}.{name}.npy")) if name in apart else _array(state[name])
+
     keys = state.get("index_to_key", state.get("index2word"))  # gensim 4 and 3
     words = [_text(key) for key in keys]
     expandos = {name: _array(column) for name, column in state.get("expandos", {}).items()}
-    found = _checked(path, words, vectors_VD, expandos)
+    ngrams = None
+    if made.name == SUBWORD_CLASS:
+        min_n, max_n = (operator.index(state[name]) for name in ("min_n", "max_n"))
+        ngrams = Ngrams(min_n, max_n, rows("vectors_vocab"), rows("vectors_ngrams"))
+    if ngrams and "vectors" not in {*state, *apart}:  # as gensim saves it
+        if len(ngrams.own_VD) != len(words):
+            raise ValueError(f"{len(words):,} words do not match {len(ngrams.own_VD):,} vectors")
+        vectors_VD = ngrams.compose_all(words)
+    else:
+        vectors_VD = rows("vectors")
+    found = _checked(path, words, vectors_VD, expandos, ngrams)
     # Documents that gensim's Doc2Vec has numbered are in the list alone.
     for key, row in state.get("key_to_index", {}).items():
         if type(row) is not int or row < 0 or words[row] != _text(key):
@@ -313,21 +342,33 @@ def _text(key: Any) -> str:
 
 
 def _checked(
-    path: Path, words: list[str], vectors: np.ndarray, expandos: Mapping[str, np.ndarray]
+    path: Path,
+    words: list[str],
+    vectors: np.ndarray,
+    expandos: Mapping[str, np.ndarray],
+    ngrams: Ngrams | None = None,
 ) -> Words:
     """Return words and columns that match; keep a repeated word's first row."""
     if vectors.ndim != 2 or vectors.dtype not in (np.float16, np.float32, np.float64):
         raise ValueError(f"vectors are {vectors.dtype} {list(vectors.shape)}, not rows of floats")
-    for name, column in ({"vectors": vectors} | dict(expandos)).items():
+    columns = {"vectors": vectors} | dict(expandos)
+    if ngrams:
+        columns["own vectors"] = ngrams.own_VD
+        is_whole = vectors.shape[1] == ngrams.own_VD.shape[1] == ngrams.buckets_BD.shape[1]
+        if not is_whole or ngrams.buckets_BD.dtype.kind != "f":
+            raise ValueError("vectors of words and of n-grams do not match")
+    for name, column in columns.items():
         if len(column) != len(words):
             raise ValueError(f"{len(words):,} words do not match {len(column):,} {name}")
     "".join(words).encode()  # raises if a word is not valid text
-    found = Words(words, vectors, expandos)
+    found = Words(words, vectors, expandos, ngrams)
     if repeated := len(words) - len(found.key_to_index):
         log.warning(f"repeated words in {path}: {repeated:,}; the first vector of each is kept")
         rows = sorted({word: row for row, word in reversed([*enumerate(words)])}.values())
         columns = {name: column[rows] for name, column in expandos.items()}
-        return Words([words[row] for row in rows], vectors[rows], columns)
+        if ngrams:
+            ngrams = ngrams._replace(own_VD=ngrams.own_VD[rows])
+        return Words([words[row] for row in rows], vectors[rows], columns, ngrams)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from w2v.vectors.datasets import EvaluationError
+from w2v.vectors.fasttext import Ngrams
 from w2v.vectors.load import Words
 
 EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbors
@@ -31,17 +32,11 @@ def combination(
         raise EvaluationError(
             f"{' '.join(terms)!r} is no sum of words; write it as king - man + woman, with spaces"
         )
-    for word in words:
-        if word not in kv.key_to_index:
-            near = ", ".join(nearest_spellings(kv, word))
-            hint = "vocab.tsv of the run lists all words"
-            if near:
-                hint = f"nearest spellings: {near}"
-            raise EvaluationError(f"{word!r} is not in the vocabulary; {hint}")
-    rows = [kv.key_to_index[word] for word in words]
+    vectors = [_vector(kv, word) for word in words]
+    rows = [kv.key_to_index[word] for word in words if word in kv.key_to_index]
     sign_T = np.array([SIGNS[sign] for sign in signs], np.float32)
     with np.errstate(all="ignore"):  # zero vectors
-        vectors_TD = kv.vectors[rows]
+        vectors_TD = np.stack(vectors)
         sum_D = sign_T @ (vectors_TD / np.linalg.norm(vectors_TD, axis=1, keepdims=True))
         # The sum of king - king is zero, and so are its cosines.
         found = _nearest(kv, sum_D / (np.linalg.norm(sum_D) or 1), topn + len(rows), index)
@@ -61,6 +56,25 @@ def _nearest(kv: Words, unit_D: np.ndarray, count: int, index: Any) -> list[tupl
     best = np.argsort(-cosine_n)[:count]
     rows = best if row_n is None else row_n[best]
     return list(zip(rows.tolist(), cosine_n[best].tolist(), strict=True))
+
+
+def composed(kv: Words, word: str) -> np.ndarray | None:
+    """Return the vector of an unseen word by its n-grams, if it has one."""
+    ngrams: Ngrams | None = getattr(kv, "ngrams", None)  # gensim's class has none
+    return ngrams.compose(word) if ngrams and word not in kv.key_to_index else None
+
+
+def _vector(kv: Words, word: str) -> np.ndarray:
+    """Return the vector of a word, composed if it is unseen."""
+    if word in kv.key_to_index:
+        return kv.vectors[kv.key_to_index[word]]
+    if (vector_D := composed(kv, word)) is not None:
+        return vector_D
+    near = ", ".join(nearest_spellings(kv, word))
+    hint = "vocab.tsv of the run lists all words"
+    if near:
+        hint = f"nearest spellings: {near}"
+    raise EvaluationError(f"{word!r} is not in the vocabulary; {hint}")
 
 
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:

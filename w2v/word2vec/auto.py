@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from w2v.config import CONFIGS, Config, ConfigError, ModelConfig, OptimizerConfig, load_config
+from w2v.text.ngrams import hash_words
 from w2v.text.vocab import Vocab, keep_probabilities
 
 # Constants, and the runs that they were fitted to: [22-3] is in tests/bench/results/ the file
@@ -31,6 +32,9 @@ SAMPLE = 1e-4  # [23-6] share of a text above which a word is subsampled, at lea
 KEPT = 0.5  # [23-6, 27] share of a text that subsampling keeps, at least
 BLOCK_WINDOWS = 16  # [23-2] words of a block over window + 3: its edges then cut 2 % of the pairs
 SHARED_STEPS = 8  # [22] steps that share a pool of negatives, where rows are paged
+MOST_BUCKETS = 2_000_000  # of n-grams, as in fastText
+ENGLISH, OTHERS = (3, 6), (2, 5)  # docs/subwords.md: characters of n-grams, at least and at most
+ACCENTED = 0.02  # share of letters outside a to z from which a text is not English
 # [22, 23-2, 23-7] Peak learning rates for PAIRS, by optimizer.
 RATES = {
     "AdamW": 0.09,
@@ -128,6 +132,8 @@ def choose(
             reasons["model.shrink_by"] = "weigh (full windows, weighted by distance)"
         else:
             model = replace(model, shrink_by="draw")
+    model, of_ngrams = choose_ngrams(model, vocab)
+    reasons |= of_ngrams
     use = Use.of(replace(config, model=model), vocab, sentences)
     if not train.batch_size:
         size = batch_size(optimizer.name, use, sequential, gpus)
@@ -168,6 +174,28 @@ def choose(
             reasons["train.block_words"] = f"{words}: each batch mixes blocks of {words} words"
         train = replace(train, block_words=words)
     return Choice(replace(config, model=model, optimizer=optimizer, train=train), reasons)
+
+
+def choose_ngrams(model: ModelConfig, vocab: Vocab) -> tuple[ModelConfig, dict[str, str]]:
+    """Choose the lengths of n-grams, and as many buckets as there are n-grams."""
+    reasons = {}
+    if model.subwords and min(model.min_n, model.max_n) < 0:
+        letters = "".join(vocab.words)
+        share = 1 - sum(map(str.isascii, letters)) / len(letters)
+        least, most = ENGLISH if share < ACCENTED else OTHERS
+        if model.max_n > 0:
+            least = min(least, model.max_n)
+        least = model.min_n if model.min_n > 0 else least
+        most = model.max_n if model.max_n > 0 else max(most, least)
+        model = replace(model, min_n=least, max_n=most)
+        lengths = f"{model.min_n} to {model.max_n}"
+        reasons["model.max_n"] = f"{lengths} ({share:.0%} of the letters are not a to z)"
+    if model.subwords and model.buckets < 0:
+        _, hashes_N = hash_words(vocab.words, model.min_n, model.max_n)
+        distinct = len(np.unique(hashes_N))
+        model = replace(model, buckets=max(1, min(distinct, MOST_BUCKETS)))
+        reasons["model.buckets"] = f"{model.buckets:,} (the words have {distinct:,} n-grams)"
+    return model, reasons
 
 
 def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:

@@ -154,6 +154,7 @@ class CudaKernels(Kernels):
     draw = staticmethod(draw)
     subsample = staticmethod(subsample)
     _peers = 0  # ranks that read each other's memory
+    further_rows = 0  # of subwords, for which the buffers of unique rows have room
 
     def __init__(self, shape: StepShape):
         self.shape = shape
@@ -184,7 +185,7 @@ class CudaKernels(Kernels):
         _list_kernel("mark", batch)(_blocks(batch), batch=batch_struct(batch), marks=marks_A)
 
     def unique_rows(self, batch: Batch) -> Grads:
-        most = max_batch_rows(batch, self.shape.vectors)
+        most = max_batch_rows(batch, self.shape.vectors) + self.further_rows
         self._rows = with_room(self._rows, most, self.shape.rows, self.shape)
         self._list_unique(batch, self._rows)
         return self._with_sums(self._rows)

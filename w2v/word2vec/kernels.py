@@ -38,6 +38,10 @@ class Kernels(Protocol):
         """Set the marks, bool [A], of the rows that the batch touches."""
         marks_A.index_fill_(0, self.list_rows(batch), True)
 
+    def with_subwords(self, marks_A: Tensor) -> Tensor:
+        """Return marks of rows, with those of the subwords of marked words."""
+        return marks_A
+
     def unique_rows(self, batch: Batch) -> Grads:
         """Return the batch's unique rows, with zero gradients."""
 

@@ -25,6 +25,7 @@ from w2v.rows.table import Table
 from w2v.word2vec.batch import Batch, StepState, Update
 from w2v.word2vec.exchange import Exchange, PlannedBatch
 from w2v.word2vec.kernels import Kernels
+from w2v.word2vec.subwords import Subwords
 
 
 class StepResult(NamedTuple):
@@ -50,6 +51,7 @@ class TrainingStep:
     optimizer: RowOptimizer  # how they are updated
     state: StepState  # step number, and the first fault
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
+    subwords: Subwords | None = None  # that input vectors are composed of
 
     def __post_init__(self) -> None:
         self.tables = self.table.interleaved("input", "output")
@@ -94,13 +96,19 @@ class TrainingStep:
             # A GPU still computes these steps while the next page is planned.
             planned = self._next_page(batches)
 
+    def flush(self) -> None:
+        """Write all rows back to the table, with all composed vectors."""
+        self.engine.flush()
+        if self.subwords:
+            self.subwords.compose_all(self.table)
+
     @property
     def peak_gpu_bytes(self) -> int:
         """The most GPU memory that tensors have taken since the step was made."""
         return torch.cuda.max_memory_allocated(self.state.device) if self.planning else 0
 
     def finish(self) -> None:
-        """Free all memory but that of the tables. Call after `engine.flush()`."""
+        """Free all memory but that of the tables. Call after `flush()`."""
         self.engine = Engine(self.table)
         del self.kernels, self.exchange
 
@@ -120,7 +128,7 @@ class TrainingStep:
                 self.planning.wait_event(self._computed[0])
             if marks_A is not None:
                 lookahead = planned[-1].batch.lookahead
-                soon_A = lookahead.soon_A if lookahead else None
+                soon_A = self.kernels.with_subwords(lookahead.soon_A) if lookahead else None
                 self.engine.prefetch(PageRows(marks_A, soon_A))
         if self.planning:
             current_stream().wait_stream(self.planning)

@@ -1,0 +1,210 @@
+"""Subwords: composed vectors and gradients, on all kernels and engines."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from gensim.models.fasttext import ft_ngram_hashes
+
+from tests.support.pairwise import pairwise
+from tests.support.steps import (
+    make_step,
+    make_subword_step,
+    moved,
+    part_of,
+    problem,
+    records,
+    train,
+    with_tree,
+)
+from w2v.config import OptimizerConfig
+from w2v.word2vec.batch import Objective
+from w2v.word2vec.cpu import CpuKernels
+from w2v.word2vec.subwords import Subwords
+
+BUCKETS, LENGTHS = 37, (2, 3)
+WEIGHTED = Objective(weighted=5)
+CBOW = Objective(cbow=True)
+SOFTMAX = ["negatives", "tree", "both"]
+
+
+def words_of(count):
+    """Return different words of 1 to 7 letters, some n-grams repeated."""
+    rng, found = random.Random(count), {}
+    while len(found) < count:
+        found["".join(rng.choices("abcž", k=rng.randint(1, 7)))] = None
+    return [*found]
+
+
+def subword_step(words, vectors, dim, kernels="reference", name="Adam", cap=0, **how):
+    """Return a step on vectors composed of subwords."""
+    subwords = Subwords.of(words_of(words), (*LENGTHS, BUCKETS), vectors)
+    config = OptimizerConfig(name=name, lr=0.02, occurrence_cap=cap)
+    return make_subword_step(config, subwords, dim, kernels, **how)
+
+
+def batches_of(seed, words, dim, objective=WEIGHTED, softmax="negatives", negative=4):
+    """Return batches of one text, and the number of vectors that they need."""
+    batch, weights_TVD = problem(seed, 60, 5, negative, words, dim)
+    batch = batch._replace(objective=objective)
+    if softmax != "negatives":
+        batch, weights_TVD = with_tree(batch, weights_TVD, alone=softmax == "tree")
+    return [part_of(batch, begin, begin + 20) for begin in (0, 20, 40)], weights_TVD.shape[1]
+
+
+def test_rows_of_words_are_their_own_and_those_of_their_ngrams():
+    words = words_of(20)
+    subwords = Subwords.of(words, (*LENGTHS, BUCKETS), vectors=31)
+    for number, word in enumerate(words):
+        rows_N, place_N = subwords.rows_of(torch.tensor([number]))
+        hashes = ft_ngram_hashes(word, *LENGTHS, BUCKETS)
+        places = [subwords.used_B.tolist().index(bucket) for bucket in hashes]
+        assert rows_N.tolist() == [62 + number, *(62 + 20 + place for place in places)]
+        assert not place_N.any()
+    rows_N, place_N = subwords.rows_of(torch.tensor([3, 7, 3]))
+    assert rows_N[place_N == 0].tolist() == rows_N[place_N == 2].tolist()
+    fewer = Subwords.of(words[:9], (*LENGTHS, BUCKETS), vectors=31)
+    assert np.array_equal(fewer.used_B, subwords.used_B[: len(fewer.used_B)])
+    assert len(fewer.used_B) < len(subwords.used_B) == len(set(subwords.used_B.tolist()))
+    assert subwords.most_rows(20) == len(subwords.rows_N.unique())
+    assert (
+        subwords.most_rows(1) == max(len(ft_ngram_hashes(w, *LENGTHS, BUCKETS)) for w in words) + 1
+    )
+
+
+@pytest.mark.parametrize("objective", [WEIGHTED, CBOW], ids=["skipgram", "cbow"])
+def test_each_row_gets_the_whole_gradient_of_each_of_its_words(objective):
+    words, dim, lr = 20, 8, 0.1
+    (batch, *_), vectors = batches_of(1, words, dim, objective)
+    step = subword_step(words, vectors, dim, name="SGD")
+    before_AD = step.table["weight"].clone()
+    # A plain step on vectors that a loop has composed.
+    plain = make_step(OptimizerConfig(name="SGD", lr=lr), vectors, dim)
+    bags = [step.kernels.subwords.rows_of(torch.tensor([w]))[0] for w in range(words)]
+    for word, rows in enumerate(bags):
+        plain.inputs["weight"][word] = before_AD[rows].mean(0)
+    plain.outputs["weight"].copy_(before_AD[1 : 2 * vectors : 2])
+    inputs_VD = plain.inputs["weight"].clone()
+    expected = train(plain, [batch], lr)
+    change_VD = plain.inputs["weight"] - inputs_VD
+    after_AD = before_AD.clone()
+    for word, rows in enumerate(bags):
+        for row in rows.tolist():
+            after_AD[row] += change_VD[word]
+    after_AD[1 : 2 * vectors : 2] = plain.outputs["weight"]
+    found = train(step, [batch], lr)
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0])
+    others = [*range(1, 2 * vectors, 2), *range(2 * vectors, len(after_AD))]
+    torch.testing.assert_close(step.table["weight"][others], after_AD[others])
+    used = change_VD.any(1).nonzero().flatten()
+    torch.testing.assert_close(step.inputs["weight"][used], inputs_VD[used])
+
+
+def equal_records(step, expected, words, rtol=1e-4, atol=1e-5):
+    """Compare all records but those of composed vectors."""
+    for number in range(2):
+        ours, theirs = (records(each)[number] for each in (step, expected))
+        if number == 0:
+            ours, theirs = ours[words:], theirs[words:]
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+CASES = {
+    "objective": [WEIGHTED, CBOW, CBOW._replace(mean=False)],
+    "softmax": SOFTMAX,
+    "name, cap": [("Adam", 0), ("SGD", 3), ("NAdam", 0), ("Adagrad", 0)],
+    "dim": [20, 48],
+}
+
+
+@pairwise(CASES | {"threads": [1, 3]})
+def test_cpu_kernels_equal_the_reference(objective, softmax, name, cap, dim, threads):
+    words = 40
+    batches, vectors = batches_of(3, words, dim, objective, softmax)
+    expected = subword_step(words, vectors, dim, "reference", name, cap)
+    step = subword_step(words, vectors, dim, "cpu", name, cap, threads=threads)
+    again = subword_step(words, vectors, dim, "cpu", name, cap, threads=threads)
+    theirs, ours, same = (train(each, batches, 0.02) for each in (expected, step, again))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours[1], theirs[1])
+    equal_records(step, expected, words)
+    assert torch.equal(ours[0], same[0])
+    assert all(map(torch.equal, records(step), records(again)))  # bit for bit
+
+
+@pytest.mark.parametrize("engine", ["paged", "torch cache"])
+@pytest.mark.parametrize("name", ["Adam", "NAdam"])
+def test_paged_rows_are_those_of_a_resident_table(engine, name):
+    words, dim = 40, 16
+    batches, vectors = batches_of(5, words, dim)
+    resident = subword_step(words, vectors, dim, name=name)
+    paged = subword_step(words, vectors, dim, name=name, engine=engine, slots=150, steps_per_page=2)
+    losses = [train(step, batches, 0.02)[0] for step in (resident, paged)]
+    assert torch.equal(*losses)
+    for ours, theirs in zip(records(paged), records(resident), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_marks_are_those_of_the_unique_rows():
+    words, dim = 40, 16
+    (batch, *_), vectors = batches_of(7, words, dim)
+    step = subword_step(words, vectors, dim)
+    marks_A = torch.zeros(step.table.rows, dtype=torch.bool)
+    step.kernels.mark(batch, marks_A)
+    rows_U = step.kernels.unique_rows(batch).rows.rows_U
+    assert torch.equal(marks_A.nonzero().flatten(), rows_U.long())
+    assert (rows_U >= step.kernels.subwords.first).any()
+    of_words = marks_A[: 2 * words].clone()
+    of_words[1::2] = False  # the words of a lookahead window
+    soon_A = step.kernels.with_subwords(of_words)
+    assert torch.equal(
+        soon_A[step.kernels.subwords.first :], marks_A[step.kernels.subwords.first :]
+    )
+
+
+def test_a_compiled_step_takes_memory_for_the_rows_of_a_batch_at_most():
+    words, dim = 40, 16
+    batches, vectors = batches_of(7, words, dim)
+    step = subword_step(words, vectors, dim, "cpu")
+    assert isinstance(step.kernels.inner, CpuKernels)
+    train(step, batches, 0.02)
+    used = step.kernels._rows.of_all.count_1.max()
+    assert 0 < used <= len(np.unique(step.kernels.subwords.rows_N)) + vectors
+
+
+@pytest.mark.gpu
+@pairwise(
+    CASES
+    | {"engine, slots": [("resident", 0), ("paged", 0), ("cache", 150)]}
+    | {"dtype": [torch.float32, torch.bfloat16]}
+)
+def test_cuda_kernels_equal_the_reference(objective, softmax, name, cap, dim, engine, slots, dtype):
+    words = 40
+    batches, vectors = batches_of(3, words, dim, objective, softmax)
+    how = {"engine": engine, "slots": slots, "steps_per_page": 2, "dtype": dtype}
+    expected = subword_step(words, vectors, dim, "reference", name, cap)
+    step = subword_step(words, vectors, dim, "cuda", name, cap, device="cuda", **how)
+    on_gpu = [moved(batch, "cuda") for batch in batches]
+    theirs, ours = train(expected, batches, 0.02), train(step, on_gpu, 0.02)
+    rtol, atol = (1e-3, 1e-4) if dtype == torch.float32 else (0.05, 0.02)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=rtol, atol=atol)
+    assert torch.equal(ours[1], theirs[1])
+    if dtype == torch.float32:
+        equal_records(step, expected, words, rtol, atol)
+
+
+@pytest.mark.gpu
+def test_cuda_marks_are_those_of_the_unique_rows():
+    words, dim = 40, 16
+    (batch, *_), vectors = batches_of(7, words, dim)
+    step = subword_step(words, vectors, dim)
+    on_gpu = subword_step(words, vectors, dim, "cuda", device="cuda")
+    marks_A = torch.zeros(step.table.rows, dtype=torch.bool)
+    marks = marks_A.cuda()
+    step.kernels.mark(batch, marks_A)
+    on_gpu.kernels.mark(moved(batch, "cuda"), marks)
+    assert torch.equal(marks.cpu(), marks_A)
+    rows = on_gpu.kernels.unique_rows(moved(batch, "cuda")).rows
+    assert rows.unique_rows().sort().values.tolist() == marks_A.nonzero().flatten().tolist()

@@ -1,0 +1,128 @@
+"""gensim's FastText, trained here: arguments, buckets, files."""
+
+import inspect
+
+import gensim
+import numpy as np
+import pytest
+from gensim.models.fasttext import FastTextKeyedVectors, load_facebook_model, save_facebook_model
+
+from w2v import FastText
+from w2v.config import ConfigError
+from w2v.vectors import load
+
+FORMS = [[f"{stem}{end}" for end in ("en", "er", "es", "st", "end")] for stem in ("kauf", "sing")]
+TEXT = [[form, *FORMS[n % 2]] for n in range(200) for form in FORMS[n % 2]]
+SMALL = {"vector_size": 16, "min_count": 1, "window": 3, "sample": 0, "device": "cpu"}
+SMALL |= {"bucket": 500, "sg": 1}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return FastText(TEXT, epochs=3, workers=1, **SMALL)
+
+
+def test_arguments_have_gensims_order_and_defaults():
+    ours = inspect.signature(FastText.__init__).parameters
+    theirs = inspect.signature(gensim.models.FastText.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    differ = {name for name in theirs if ours[name].default != theirs[name].default}
+    assert differ == {"alpha", "min_alpha", "workers"}
+
+
+def test_unseen_forms_are_near_their_stem(model):
+    assert type(model.wv) is FastTextKeyedVectors
+    assert "kaufendes" not in model.wv.key_to_index
+    nearest = {word for word, _ in model.wv.most_similar("kaufendes", topn=3)}
+    assert nearest <= set(FORMS[0])
+    before = model.wv.vectors.copy()
+    model.wv.adjust_vectors()
+    np.testing.assert_allclose(before, model.wv.vectors, rtol=1e-5, atol=1e-7)
+
+
+def test_only_buckets_of_the_vocabulary_are_trained(model):
+    untrained = FastText(**SMALL)
+    untrained.build_vocab(TEXT)
+    is_used = np.zeros(500, bool)
+    is_used[np.concatenate(untrained.wv.buckets_word)] = True
+    assert not is_used.all()
+    changed = (model.wv.vectors_ngrams != untrained.wv.vectors_ngrams).any(1)
+    assert np.array_equal(changed, is_used)
+    assert (model.wv.vectors_vocab != untrained.wv.vectors_vocab).any(1).all()
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "NAdam", "SGD"])
+def test_a_saved_model_continues_as_the_original(tmp_path, optimizer):
+    original = FastText(TEXT, epochs=1, workers=1, optimizer=optimizer, **SMALL)
+    original.save(str(tmp_path / "model"))
+    loaded = FastText.load(str(tmp_path / "model"))
+    for each in (original, loaded):
+        each.train(TEXT, total_examples=len(TEXT), epochs=1)
+    assert np.array_equal(original.wv.vectors, loaded.wv.vectors)
+    assert np.array_equal(original.wv.vectors_ngrams, loaded.wv.vectors_ngrams)
+
+
+def test_new_words_keep_the_buckets_and_their_state(model, tmp_path):
+    model.save(str(tmp_path / "model"))
+    more = FastText.load(str(tmp_path / "model"))
+    before = more.wv.vectors_ngrams.copy()
+    more.build_vocab([["neuwort", "kaufen"]] * 50, update=True)
+    assert np.array_equal(more.wv.vectors_ngrams, before)
+    more.train([["neuwort", "kaufen"]] * 50, total_examples=50, epochs=1)
+    singing = [more.wv.buckets_word[more.wv.key_to_index["singst"]]]
+    others = np.setdiff1d(np.concatenate(singing), more.wv.buckets_word[-1])
+    others = np.setdiff1d(others, more.wv.buckets_word[more.wv.key_to_index["kaufen"]])
+    assert len(others)
+    assert not np.array_equal(more.wv.vectors_ngrams, before)
+    assert "neuwort" in more.wv.key_to_index
+
+
+def test_files_of_fasttext_are_written_and_read(model, tmp_path):
+    path = str(tmp_path / "model.bin")
+    save_facebook_model(model, path)
+    theirs, words = load_facebook_model(path), load.load_words(path)
+    for vectors in (theirs.wv.vectors, words.vectors):
+        np.testing.assert_allclose(vectors, model.wv.vectors, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(theirs.syn1neg, model.syn1neg)
+    np.testing.assert_allclose(words.ngrams.compose("kaufendes"), model.wv["kaufendes"], rtol=1e-5)
+
+
+def test_without_ngrams_it_is_word2vec(tmp_path):
+    model = FastText(TEXT, epochs=1, **SMALL, min_n=3, max_n=2)
+    assert model.wv.bucket == 0
+    assert np.isfinite(model.wv["kaufen"]).all()
+    with pytest.raises(KeyError):
+        model.wv["unseen"]
+
+
+def test_models_of_gensim_train_on(tmp_path):
+    theirs = gensim.models.FastText(TEXT, vector_size=8, min_count=1, epochs=1, bucket=50)
+    theirs.save(str(tmp_path / "model"))
+    ours = FastText.load(str(tmp_path / "model"))
+    assert type(ours) is FastText
+    before = ours.wv.vectors.copy()
+    ours.train(TEXT, total_examples=len(TEXT), epochs=1)
+    assert not np.array_equal(ours.wv.vectors, before)
+
+
+def test_locks_of_gensim_are_refused(model):
+    model.wv.vectors_vocab_lockf = np.zeros(1, np.float32)
+    try:
+        with pytest.raises(ConfigError, match="vectors_vocab_lockf"):
+            model.train(TEXT, total_examples=len(TEXT), epochs=1)
+    finally:
+        model.wv.vectors_vocab_lockf = np.ones(1, np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["resident", "mapped"])
+def test_a_model_trained_on_a_gpu_continues_on_the_cpu(engine, tmp_path):
+    on_gpu = SMALL | {"device": "cuda", "settings": [f"transfer.engine={engine}"]}
+    model = FastText(TEXT, epochs=3, **on_gpu)
+    nearest = {word for word, _ in model.wv.most_similar("kaufendes", topn=3)}
+    assert nearest <= set(FORMS[0])
+    model.device, model.settings = "cpu", []
+    before = model.wv.vectors.copy()
+    model.train(TEXT, total_examples=len(TEXT), epochs=1)
+    assert not np.array_equal(model.wv.vectors, before)

@@ -1,0 +1,139 @@
+"""Vectors of unseen words, and fastText's .bin files.
+
+A file holds, in little endian: magic and version; settings; the words with their counts; own
+vectors of words and those of buckets; output vectors (fastText 0.9.3, src/fasttext.cc). It is
+checked before memory is taken for what it says. Shapes: V words, B buckets, D dimensions.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+import numpy as np
+
+from w2v.text.ngrams import hash_ngrams, hash_words
+
+if TYPE_CHECKING:
+    from w2v.config import Config
+    from w2v.text.vocab import Vocab
+
+MAGIC = struct.pack("<i", 793712314)
+VERSION = 12
+# dim, ws, epoch, minCount, neg, wordNgrams, loss, model, bucket, minn, maxn, lrUpdateRate, t
+SETTINGS = struct.Struct("<12id")
+SIZES = struct.Struct("<3i2q")  # words and labels, words, labels, tokens, pruned buckets
+COUNT = struct.Struct("<qb")  # of a word, and its kind: 0
+SHAPE = struct.Struct("<?2q")  # of a matrix: whether it is quantized, rows and columns
+NEGATIVE_SAMPLING, CBOW, SKIPGRAM = 2, 1, 2
+END = "</s>"  # fastText's end of a line, which has no n-grams
+MOST = 1 << 24  # dimensions; of n-grams, characters
+BLOCK_BYTES = 1 << 20
+COMPOSED = 1 << 16  # words at a time
+
+
+class Ngrams(NamedTuple):
+    """What words are composed of: own vectors, and those of n-grams."""
+
+    min_n: int
+    max_n: int
+    own_VD: np.ndarray
+    buckets_BD: np.ndarray
+
+    def compose(self, word: str) -> np.ndarray | None:
+        """Return the vector [D] of an unseen word; None if it has no n-grams."""
+        hashes = hash_ngrams(word, self.min_n, self.max_n) if len(self.buckets_BD) else []
+        rows = [hashed % len(self.buckets_BD) for hashed in hashes]
+        return self.buckets_BD[rows].astype(np.float32).mean(0) if rows else None
+
+    def compose_all(self, words: Sequence[str]) -> np.ndarray:
+        """Return the vectors of all words: float32 [V, D]."""
+        sums_VD = self.own_VD.astype(np.float32)
+        for first in range(0, len(words) * (len(self.buckets_BD) > 0), COMPOSED):
+            begin_n, hashes_N = hash_words(words[first : first + COMPOSED], self.min_n, self.max_n)
+            rows_N = (hashes_N % np.uint32(len(self.buckets_BD))).astype(np.int64)
+            for n, (begin, end) in enumerate(pairwise(begin_n), first):
+                if words[n] != END:
+                    sums_VD[n] += self.buckets_BD[rows_N[begin:end]].sum(0)
+                    sums_VD[n] /= 1 + end - begin
+        return sums_VD
+
+
+def read(file: io.BufferedIOBase) -> tuple[list[str], np.ndarray, Ngrams]:
+    """Read a file of fastText: words, counts int64 [V], and their n-grams.
+
+    Raises `ValueError` for what is no such file, quantized, or of a classifier.
+    """
+    magic, version = _take(file, 4), *struct.unpack("<i", _take(file, 4))
+    if magic != MAGIC or version not in (VERSION - 1, VERSION):  # they differ for classifiers
+        raise ValueError(f"it is not of version {VERSION} of fastText's format, but {version}")
+    dim, *_, model, buckets, min_n, max_n, _, _ = SETTINGS.unpack(_take(file, SETTINGS.size))
+    total, size, labels, _, pruned = SIZES.unpack(_take(file, SIZES.size))
+    if labels or total != size or pruned > 0 or model not in (CBOW, SKIPGRAM):
+        raise ValueError("it is a classifier of texts, not word vectors")
+    if not (0 < dim < MOST and buckets >= 0 and 0 <= min_n < MOST and max_n < MOST and size > 0):
+        raise ValueError(f"it has {size:,} words of {dim:,} dimensions, {buckets:,} buckets")
+    words, counts = [], []
+    for encoded, count in _words(file, size):
+        words.append(encoded.decode(errors="replace"))
+        counts.append(count)
+    is_quantized, rows, columns = SHAPE.unpack(_take(file, SHAPE.size))
+    if is_quantized:
+        raise ValueError("it is quantized (.ftz); take the .bin file that it was made from")
+    if (rows, columns) != (size + buckets, dim):
+        raise ValueError(f"it has {rows:,} x {columns:,} numbers for {size + buckets:,} x {dim:,}")
+    vectors = np.frombuffer(_take(file, 4 * rows * dim), "<f4").reshape(rows, dim)
+    has_ngrams = max_n >= max(1, min_n)
+    ngrams = Ngrams(min_n, max_n, vectors[:size], vectors[size:] if has_ngrams else vectors[:0])
+    return words, np.array(counts, np.int64), ngrams
+
+
+def _words(file: io.BufferedIOBase, size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield encoded words and their counts."""
+    for _ in range(size):
+        word = bytearray()
+        while (letter := _take(file, 1)) != b"\0":
+            word += letter
+            if len(word) > MOST:
+                raise ValueError(f"a word has over {MOST:,} bytes")
+        count, kind = COUNT.unpack(_take(file, COUNT.size))
+        if kind or count < 0:
+            raise ValueError(f"{bytes(word[:30])!r} is a label, or has the count {count}")
+        yield bytes(word), count
+
+
+def _take(file: io.BufferedIOBase, size: int) -> bytearray:
+    """Return the next bytes; memory grows as they are read."""
+    found = bytearray()
+    while len(found) < size:
+        block = file.read(min(size - len(found), BLOCK_BYTES))
+        if not block:
+            raise ValueError(f"it ends where {size - len(found):,} more bytes should follow")
+        found += block
+    return found
+
+
+def write(
+    file: BinaryIO,
+    config: Config,
+    vocab: Vocab,
+    ngrams: Ngrams,  # in float32
+    outputs: Iterable[np.ndarray],  # float32 [n, D], V in all
+) -> None:
+    """Write a file that fastText and gensim load, and train on from."""
+    size, (buckets, dim), model = len(vocab.words), ngrams.buckets_BD.shape, config.model
+    kind = CBOW if model.architecture == "cbow" else SKIPGRAM
+    text = dim, model.window, config.train.epochs, config.vocab.min_count, model.negative, 1
+    subwords = buckets, ngrams.min_n, ngrams.max_n, 100, model.sample
+    settings = SETTINGS.pack(*text, NEGATIVE_SAMPLING, kind, *subwords)
+    file.write(MAGIC + struct.pack("<i", VERSION) + settings)
+    file.write(SIZES.pack(size, size, 0, vocab.raw_words, -1))
+    for word, count in zip(vocab.words, vocab.counts.tolist(), strict=True):
+        file.write(word.encode() + b"\0" + COUNT.pack(count, 0))
+    file.write(SHAPE.pack(False, size + buckets, dim))
+    file.writelines([ngrams.own_VD.data, ngrams.buckets_BD.data])
+    file.write(SHAPE.pack(False, size, dim))
+    file.writelines(block_nD.data for block_nD in outputs)

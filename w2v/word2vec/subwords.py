@@ -1,0 +1,202 @@
+"""Subwords: input vectors that are means of rows, as in fastText.
+
+The first row of a word is its own, the others are of its character n-grams, which are hashed into
+buckets (Bojanowski et al. 2017, arXiv 1607.04606). Each row gets the whole gradient of each of its
+words, as in fastText. Rows of one table are, in this order:
+
+    2 w, 2 w + 1    composed input vector and output vector of word w, and of nodes
+    first + w       own vector of word w
+    first + V + b   the b-th of the B buckets that n-grams of words are in
+
+Kernels of words run on the composed vectors as on others. These are written to their rows, before
+the gradients of each batch, for its unique words; their optimizer state is unused. So the V records
+of composed vectors are what subwords cost in memory beside own vectors and buckets.
+
+Shapes: V words, B buckets in use, W unique words of a batch, N rows of words one after the other,
+A rows, U unique rows, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from w2v.rows.ops import View
+from w2v.rows.table import Table
+from w2v.text.ngrams import hash_words
+from w2v.word2vec.batch import Batch, Draw, Grads, RowGrads, StepShape, StepState, Subsample, Update
+from w2v.word2vec.kernels import Kernels
+from w2v.word2vec.reference import unique_rows
+
+COMPOSED_BYTES = 16 << 20  # of rows of words that are composed at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Subwords:
+    """The rows of each word."""
+
+    vectors: int  # composed input vectors, and as many output vectors
+    limits: tuple[int, int, int]  # min_n, max_n and the number of buckets
+    used_B: np.ndarray  # int64, the buckets in use, by first appearance
+    begin_V: Tensor  # int64 [V + 1], where the rows of each word begin, and N
+    rows_N: Tensor  # int32, of each word its own, then those of its n-grams, which may repeat
+
+    @classmethod
+    def of(cls, words: Sequence[str], limits: tuple[int, int, int], vectors: int) -> Subwords:
+        """Return the rows of words; vectors: of words and nodes."""
+        *lengths, buckets = limits
+        begin_V, hashes_N = hash_words(words, *lengths)
+        buckets_N = (hashes_N % np.uint32(buckets)).astype(np.int64)
+        # Where each bucket is first: the last one of equal places is kept.
+        first_B = np.full(buckets, len(buckets_N))
+        first_B[buckets_N[::-1]] = np.arange(len(buckets_N))[::-1]
+        used_B = np.flatnonzero(first_B < len(buckets_N))
+        used_B = used_B[np.argsort(first_B[used_B])]
+        first_B[used_B] = np.arange(len(used_B))
+        rows_N = 2 * vectors + len(words) + first_B[buckets_N]
+        own_V = 2 * vectors + np.arange(len(words))
+        rows_N = np.insert(rows_N, begin_V[:-1], own_V).astype(np.int32)
+        begin_V = begin_V + np.arange(len(words) + 1)
+        return cls(vectors, limits, used_B, torch.from_numpy(begin_V), torch.from_numpy(rows_N))
+
+    def to(self, device: torch.device) -> Subwords:
+        """Return the rows on a device."""
+        return replace(self, begin_V=self.begin_V.to(device), rows_N=self.rows_N.to(device))
+
+    @property
+    def words(self) -> int:
+        return self.begin_V.shape[0] - 1
+
+    @property
+    def first(self) -> int:
+        """The row of the first word's own vector."""
+        return 2 * self.vectors
+
+    @property
+    def rows(self) -> int:
+        """How many rows words are composed of."""
+        return self.words + len(self.used_B)
+
+    def most_rows(self, words: int) -> int:
+        """Return the most unique rows that so many unique words have."""
+        longest_V = self.begin_V.diff().sort(descending=True).values
+        return min(int(longest_V[:words].sum()), self.rows)
+
+    def rows_of(self, words_W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of words, and each row's place in `words_W`: int64 [N]."""
+        begin_W = self.begin_V[words_W]
+        count_W = self.begin_V[words_W + 1] - begin_W
+        numbers_W = torch.arange(len(words_W), device=words_W.device)
+        place_N = numbers_W.repeat_interleave(count_W)
+        shift_W = begin_W - (count_W.cumsum(0) - count_W)
+        at_N = shift_W[place_N] + torch.arange(len(place_N), device=words_W.device)
+        return self.rows_N[at_N].long(), place_N
+
+    def words_in(self, is_used_A: Tensor) -> Tensor:
+        """Return the words whose input vectors are used: int64 [W].
+
+        Waits for the device.
+        """
+        return is_used_A[: 2 * self.words : 2].nonzero().flatten()
+
+    def mark(self, marks_A: Tensor) -> None:
+        """Set also the marks of the rows of marked words."""
+        marks_A.index_fill_(0, self.rows_of(self.words_in(marks_A))[0], True)
+
+    def compose(self, view: View, dim: int, words_W: Tensor) -> None:
+        """Write the input vectors of words: means of their rows, in float32."""
+        records_SR, rows = view.records_SR, COMPOSED_BYTES // (4 * dim)
+        for words_n in words_W.split(max(1, rows * self.words // len(self.rows_N))):
+            rows_N, place_N = self.rows_of(words_n)
+            weight_ND = records_SR[view.slots(rows_N), :dim].float()
+            sums_nD = weight_ND.new_zeros(len(words_n), dim).index_add_(0, place_N, weight_ND)
+            means_nD = sums_nD / place_N.bincount(minlength=len(words_n))[:, None]
+            records_SR[view.slots(2 * words_n), :dim] = means_nD.to(records_SR.dtype)
+
+    def compose_all(self, table: Table) -> None:
+        """Write the input vectors of all words to a table."""
+        device = table.records_VR.device
+        words_V = torch.arange(self.words, device=device)
+        self.to(device).compose(View(table.records_VR, None), table.dim, words_V)
+
+
+class SubwordKernels(Kernels):
+    """Kernels of words, whose input vectors are composed; in plain torch."""
+
+    def __init__(self, inner: Kernels, subwords: Subwords, shape: StepShape):
+        self.inner = inner
+        self.subwords = subwords.to(shape.device)
+        self.shape = shape
+        self.plans_rows = inner.plans_rows
+
+    @property
+    def draw(self) -> Draw:
+        return self.inner.draw
+
+    @property
+    def subsample(self) -> Subsample:
+        return self.inner.subsample
+
+    def list_rows(self, batch: Batch) -> Tensor:
+        marks_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
+        self.mark(batch, marks_A)
+        return marks_A.nonzero().flatten()
+
+    def mark(self, batch: Batch, marks_A: Tensor) -> None:
+        self.inner.mark(batch, marks_A)
+        self._mark(marks_A)
+
+    def with_subwords(self, marks_A: Tensor) -> Tensor:
+        marks_A = F.pad(marks_A, (0, self.shape.rows - len(marks_A)))
+        self._mark(marks_A)
+        return marks_A
+
+    def _mark(self, marks_A: Tensor) -> None:
+        self.subwords.mark(marks_A)
+
+    def unique_rows(self, batch: Batch) -> Grads:
+        grads = self.inner.unique_rows(batch)
+        rows = grads.rows
+        is_used_A = _index(rows) >= 0
+        self.subwords.mark(is_used_A)
+        all_A = torch.arange(len(is_used_A), device=is_used_A.device)
+        rows_U, index_A = unique_rows(all_A, is_used_A, len(is_used_A))
+        grad_UD = rows.grad_UD.new_zeros(len(rows_U), self.shape.dim)
+        pairs_U = None if rows.pairs_U is None else rows.pairs_U.new_zeros(len(rows_U))
+        return grads._replace(rows=RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None))
+
+    def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
+        words_W = self.subwords.words_in(_index(grads.rows) >= 0)
+        self.subwords.compose(view, self.shape.dim, words_W)
+        grads = self.inner.gradients(batch, view, grads, lr)
+        self._spread(grads.rows, words_W)
+        return grads
+
+    def _spread(self, rows: RowGrads, words_W: Tensor) -> None:
+        """Add the gradient of each word to its rows; its own becomes zero."""
+        rows_N, place_N = self.subwords.rows_of(words_W)
+        from_W, to_N = _index(rows)[2 * words_W].long(), _index(rows)[rows_N].long()
+        for sums in (rows.grad_UD, rows.pairs_U):
+            if sums is not None:
+                sums.index_add_(0, to_N, sums[from_W][place_N])
+                sums[from_W] = 0
+
+    def sum_by_row(
+        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
+    ) -> Any:
+        return self.inner.sum_by_row(ids_M, received, grad_MD, pairs_M)
+
+    def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
+        self.inner.optimizer_step(update, view, grads, state)
+
+
+def _index(rows: RowGrads) -> Tensor:
+    """Return where each row is among the unique ones: int32 [A], or -1."""
+    assert rows.index_A is not None, "rows of a batch"
+    return rows.index_A

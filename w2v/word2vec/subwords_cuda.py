@@ -1,0 +1,62 @@
+"""Subwords on a GPU: cu/subwords.cu, on records in place.
+
+Gradients are added in the order in which threads come, so bits differ from run to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from w2v.rows.launch import ELEMENTS, blocks_for, c_struct, kernel
+from w2v.rows.ops import View
+from w2v.word2vec.batch import Batch, Grads, StepShape
+from w2v.word2vec.cuda import CudaKernels
+from w2v.word2vec.kernels import Kernels
+from w2v.word2vec.subwords import SubwordKernels, Subwords
+
+
+class CudaSubwordKernels(SubwordKernels):
+    """Subwords of `CudaKernels`, in the buffers of the unique rows of words."""
+
+    inner: CudaKernels
+
+    def __init__(self, inner: Kernels, subwords: Subwords, shape: StepShape):
+        super().__init__(inner, subwords, shape)
+        rows = self.subwords
+        # Buffers for the rows of all words: no batch may touch more.
+        self.inner.further_rows = rows.most_rows(rows.words)
+        self._struct: Any = c_struct("subwords.cu", "Subwords")(
+            begin=rows.begin_V, rows=rows.rows_N, words=rows.words
+        )
+
+    def _mark(self, marks_A: Tensor) -> None:
+        blocks = blocks_for(32 * self.subwords.words)
+        kernel("subwords.cu", "mark_rows")(blocks, marks=marks_A, subwords=self._struct)
+
+    def unique_rows(self, batch: Batch) -> Grads:
+        grads = self.inner.unique_rows(batch)
+        rows = grads.rows
+        assert rows.row_count is not None, "counted on the device"
+        kernel("subwords.cu", "add_rows")(
+            self._blocks(grads), rows=rows, listed=rows.row_count.clone(), subwords=self._struct
+        )
+        return grads
+
+    def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
+        dim, blocks = self.shape.dim, self._blocks(grads)
+        kernel("subwords.cu", "compose", ELEMENT=ELEMENTS[view.records_SR.dtype])(
+            blocks,
+            view=view,
+            rows=grads.rows,
+            row_width=view.records_SR.shape[1],
+            subwords=self._struct,
+            dim=dim,
+        )
+        grads = self.inner.gradients(batch, view, grads, lr)
+        kernel("subwords.cu", "spread")(blocks, rows=grads.rows, subwords=self._struct, dim=dim)
+        return grads
+
+    def _blocks(self, grads: Grads) -> int:
+        return blocks_for(32 * grads.rows.grad_UD.shape[0])

@@ -163,15 +163,16 @@ def test_a_text_may_move_but_not_change(programs, train, corpus, tmp_path):
 @pytest.mark.parametrize(
     "settings, kernels",
     [
-        ([], "compiled by numba, precision float32"),
-        (["train.precision=bf16"], "plain torch, precision bf16"),
+        ([], "compiled by numba, numbers in float32"),
+        (["train.precision=bf16"], "plain torch, numbers in bf16"),
     ],
 )
 def test_log_of_a_run_names_engine_kernels_and_precision(train, settings, kernels):
     run, output = train(*settings)
     log = (run / "train.log").read_text()
     # What is decided before the run has a folder is in the log too.
-    for part in ("machine ", "engine    resident on cpu", f"kernels   {kernels}", "trained 6,400"):
+    engine = "engine    tables resident on cpu"
+    for part in ("machine ", engine, f"kernels   {kernels}", "trained 6,400"):
         assert part in log and part in output, part
     assert log.count("engine  ") == 1
 

@@ -428,7 +428,7 @@ class Plan:
         # None are kept from page to page: the most rows that a page of all ranks may touch.
         steps = max(1, self.config.transfer.steps_per_page)
         most = self._most_rows(steps * self.config.train.batch_size)
-        return sum(min(rows // 2, of_page) for of_page in most)
+        return min(rows, sum(min(rows // 2, of_page) for of_page in most) + self.subword_rows)
 
     def _most_rows(self, centers: int) -> tuple[int, int]:
         """Return the most input and output rows that so many centers may touch."""

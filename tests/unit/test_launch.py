@@ -24,6 +24,8 @@ from w2v.word2vec import cuda
 from w2v.word2vec.batch import BatchSeed, Grads, Pool, RowGrads, StepShape, StepState, Update
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
 from w2v.word2vec.peers import CudaPeerKernels
+from w2v.word2vec.subwords import Subwords
+from w2v.word2vec.subwords_cuda import CudaSubwordKernels
 
 CPU = torch.device("cpu")
 VECTORS, DIM = 40, 4
@@ -175,6 +177,11 @@ def train(kernels, update, view, state, batch):
     return grads
 
 
+def with_subwords(shape):
+    words = [f"word{number}" for number in range(VECTORS)]
+    return CudaSubwordKernels(CudaKernels(shape), Subwords.of(words, (3, 6, 9), VECTORS), shape)
+
+
 def exchange_rows():
     kernels, update, view, state = make_step(ranks=2, occurrence_cap=5)
     kernels.list_rows(random_batch())
@@ -246,6 +253,7 @@ def test_every_kernel_gets_what_its_parameters_are(launches):
     draw_text()
     for objective in ("skipgram", "weighted", "cbow", "tree", "tree cbow", "both: tree"):
         train(*make_step(), random_batch(objective))
+    train(*make_step(make=with_subwords), random_batch())
     for dtype in (torch.bfloat16, torch.float16):
         train(*make_step(dtype, "AdamW", occurrence_cap=3), random_batch())
         use_bags(dtype)

@@ -20,7 +20,7 @@ def score(options: Namespace) -> None:
     """Print the scores on analogies and word similarity, as a table or JSON."""
     further = Further(options.questions, options.pairs)
     further.check()
-    scores = load(options.run).score(*further, options.restrict_vocab)
+    scores = load(options.run).score(further.questions, further.pairs, options.restrict_vocab)
     if options.json:
         from w2v.vectors import evaluate  # only now, as it imports torch
 

@@ -114,7 +114,9 @@ def train_and_score(
             export.save_run(vocab, table.dim, blocks, folder, ["kv"])
         vectors_VD = table["weight"][:words]
         items = datasets.read_items(folder)
-        scored = evaluate.scores(vocab.words, vectors_VD, *further, items=items)
+        scored = evaluate.scores(
+            vocab.words, vectors_VD, further.questions, further.pairs, items=items
+        )
         return evaluate.as_dict(scored) | trainer.results()
     except (Diverged, EvaluationError) as error:
         return {"diverged": str(error)}

@@ -146,7 +146,8 @@ class RowCache(Engine):
 
     @property
     def stats(self) -> TransferStats:
-        return TransferStats(*self.planner.counts(), self._waits.seconds)
+        used, read, written = self.planner.counts()
+        return TransferStats(used, read, written, self._waits.seconds)
 
     def view(self) -> View:
         assert self._view.slot_of_A is not None, "the slots are in an array"

@@ -78,8 +78,8 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
     elif plan.ranks.size > 1:
         exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape)
-    parts = table, kernels, engine, exchange, plan.optimizer, state, planning
-    step = TrainingStep(*parts, plan.subwords)
+    optimizer, subwords = plan.optimizer, plan.subwords
+    step = TrainingStep(table, kernels, engine, exchange, optimizer, state, planning, subwords)
     return_freed_memory()
     if not plan.on_gpu and (plan.ranks.size > 1 or not plan.has_own_step):
         reuse_freed_memory()

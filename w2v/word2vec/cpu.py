@@ -199,7 +199,7 @@ class CpuKernels(Kernels):
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
         drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
         path = tuple(part.numpy() for part in tree[:2]) if tree else NO_PATH[:2]
-        cpu_loops.list_rows(*text, *drawn, *path, is_listed_A)
+        cpu_loops.list_rows(text, drawn, path, is_listed_A)
         return torch.from_numpy(np.flatnonzero(is_listed_A))
 
     def unique_rows(self, batch: Batch) -> Any:
@@ -262,11 +262,12 @@ class CpuKernels(Kernels):
         if not (self._owned and self._owned.has_room(most)):
             self._owned = ThreadGrads(shape.shard_rows, most, shape.dim, threads)
         pairs = np.empty(0, np.int32) if pairs_M is None else pairs_M.numpy()
-        arrays = threads, ids_M.numpy(), grad_MD.numpy(), pairs
+        ids, grads = ids_M.numpy(), grad_MD.numpy()
 
         def add(thread: int) -> None:
-            part = share(thread, threads, len(ids_M))
-            cpu_loops.add_received(*part, *arrays, self._owned.of_thread[thread])
+            begin, end = share(thread, threads, len(ids))
+            unique = self._owned.of_thread[thread]
+            cpu_loops.add_received(begin, end, threads, ids, grads, pairs, unique)
 
         self.threads.run(add)
         return self._owned

@@ -608,8 +608,11 @@ def step_rows(owner, formula, states, records_AR, step_column, constants, grads,
 
 
 @compiled
-def list_rows(words_n, sentences_n, first, windows_B, negatives_BK, begin_V, nodes_P, is_listed_A):
+def list_rows(text, drawn, path, is_listed_A):
     """List a batch's unique rows: those that become True in `is_listed_A`."""
+    words_n, sentences_n, first = text
+    windows_B, negatives_BK = drawn
+    begin_V, nodes_P = path
     for center in range(len(windows_B)):
         at = first + center
         left, right = _window(sentences_n, at, windows_B[center])

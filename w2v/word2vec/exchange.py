@@ -173,11 +173,15 @@ class RankExchange(Exchange[Route]):
             if not page:
                 raise StopIteration
             routes = [Route(self.kernels.list_rows(batch), self.ranks.size) for batch in page]
-            return [PlannedBatch(*each) for each in zip(page, routes, strict=True)], routes
+            planned = zip(page, routes, strict=True)
+            return [PlannedBatch(batch, route) for batch, route in planned], routes
 
-        # A process group of its own: ids need not wait for the weights and gradients of steps.
-        arguments = self.ranks, self.shape.device, self.batches_per_page, draw, "prefetch"
-        self._pages = sent_ahead(lambda: Requests(*arguments))
+        def request() -> Requests[list[PlannedBatch[Route]]]:
+            # A process group of its own: ids need not wait for the weights and gradients of steps.
+            device, lists = self.shape.device, self.batches_per_page
+            return Requests(self.ranks, device, lists, draw, group="prefetch")
+
+        self._pages = sent_ahead(request)
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Route]]:
         return next(self._pages, [])
@@ -209,7 +213,8 @@ class RankExchange(Exchange[Route]):
         if grads.rows.pairs_U is not None:
             pairs_M = self.ranks.all_to_all(grads.rows.pairs_U, route.sent(), route.received)
         rows = self.kernels.sum_by_row(route.ids_M, route.received, grad_MD, pairs_M)
-        return Grads(rows, *self._share_facts(grads))
+        loss, pairs = self._share_facts(grads)
+        return Grads(rows, loss, pairs)
 
     def _share_facts(self, grads: Grads) -> tuple[Tensor, Tensor]:
         """Return loss and pairs of all ranks, and join their faults."""

@@ -50,8 +50,8 @@ class Subwords:
     @classmethod
     def of(cls, words: Sequence[str], limits: tuple[int, int, int], vectors: int) -> Subwords:
         """Return the rows of words; vectors: of words and nodes."""
-        *lengths, buckets = limits
-        begin_V, hashes_N = hash_words(words, *lengths)
+        min_n, max_n, buckets = limits
+        begin_V, hashes_N = hash_words(words, min_n, max_n)
         buckets_N = (hashes_N % np.uint32(buckets)).astype(np.int64)
         # Where each bucket is first: the last one of equal places is kept.
         first_B = np.full(buckets, len(buckets_N))

@@ -36,6 +36,8 @@ def test_safetensors_and_numpy_read_arrays(run, tmp_path):
     assert words_in(tmp_path) == WORDS
     assert np.array_equal(load_file(tmp_path / "vectors.safetensors")["vectors"], run.vectors)
     assert np.array_equal(np.load(tmp_path / "vectors.npy"), run.vectors)
+    modes = {(tmp_path / f"vectors.{kind}").stat().st_mode for kind in ("npy", "safetensors")}
+    assert len(modes) == 1  # others may read both, or neither
 
 
 def test_pyarrow_reads_a_table(run):

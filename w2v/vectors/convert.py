@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from w2v.system.files import apply_umask
 from w2v.vectors.manifest import FILES, VectorsError
 
 UNKNOWN = "[UNK]"
@@ -26,7 +27,7 @@ def write(name: str, words: Sequence[str], vectors_VD: np.ndarray, folder: Path)
     if name in ("safetensors", "npy"):
         (folder / "vectors.words.txt").write_text("\n".join([*words, ""]), encoding="utf-8")
     if name == "safetensors":
-        import_module("safetensors.numpy").save_file({"vectors": vectors_VD}, file)
+        _save_tensor("vectors", vectors_VD, file)
     elif name == "npy":
         np.save(file, vectors_VD)
     elif name == "parquet":
@@ -44,6 +45,11 @@ def write(name: str, words: Sequence[str], vectors_VD: np.ndarray, folder: Path)
         index.save(str(file))
     else:
         _write_static(words, vectors_VD, file)
+
+
+def _save_tensor(name: str, values_VD: np.ndarray, file: Path) -> None:
+    import_module("safetensors.numpy").save_file({name: values_VD}, file)
+    apply_umask(file)
 
 
 def _package(name: str) -> Any:
@@ -75,8 +81,7 @@ def _write_static(words: Sequence[str], vectors_VD: np.ndarray, folder: Path) ->
     part.mkdir(parents=True)
     (folder / "modules.json").write_text(json.dumps([module]))
     (part / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
-    file = part / "model.safetensors"
-    import_module("safetensors.numpy").save_file({"embedding.weight": weights_VD}, file)
+    _save_tensor("embedding.weight", weights_VD, part / "model.safetensors")
 
 
 def open_index(folder: Path, words: int) -> Any:

@@ -26,7 +26,6 @@ from typing import Any
 from w2v.api.cli import make_parser
 from w2v.api.train import as_arguments, sort_settings
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
-from w2v.distributed.ranks import SINGLE
 from w2v.system import console
 from w2v.system.files import as_json, atomic_write, refused
 from w2v.system.process import describe_environment
@@ -103,14 +102,13 @@ def train_and_score(
     loop = build.build(planned)
     held_out = build.make_heldout(planned, loop)
     try:
-        trainer = Trainer(loop, vocab, corpus.raw_words, folder, held_out)
-        trainer.held_items = corpus.held_items
-        with trainer:
+        raw_words, held = corpus.raw_words, corpus.held_items
+        with Trainer(loop, vocab, raw_words, folder, held_out, held_items=held) as trainer:
             trainer.train()
         table = trainer.loop.step.inputs
         words = len(vocab.words)
         if save:
-            blocks = export.in_order(table, SINGLE, words)
+            blocks = export.blocks_of(table, 0, words)
             export.save_run(vocab, table.dim, blocks, folder, ["kv"])
         vectors_VD = table["weight"][:words]
         items = datasets.read_items(folder)

@@ -419,8 +419,9 @@ class Trainer:
                 composed = None
                 if subwords := self._step.subwords:
                     composed = Composed(subwords, self._step.table, self.config)
-                of = self.vocab, inputs.dim, blocks, self.folder
-                export.save_run(*of, formats, step, composed)
+                export.save_run(
+                    self.vocab, inputs.dim, blocks, self.folder, formats, step, composed
+                )
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
             self._report(scores, examples.result(), results)

@@ -54,14 +54,14 @@ def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
     They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other than 0 send
     and yield nothing. Row v of the table is row v // size of the shard of rank v % size.
     """
+    if ranks.size == 1:
+        yield from blocks_of(table, 0, rows)
+        return
     counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
     block = max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
     for start in range(0, counts[0], block):
         sizes = [max(0, min(block, count - start)) for count in counts]
         mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
-        if ranks.size == 1:
-            yield mine_nD.numpy()
-            continue
         sent = [len(mine_nD)] + [0] * (ranks.size - 1)
         if ranks.rank:
             sizes = [0] * ranks.size

@@ -115,9 +115,6 @@ def test_port_in_use_is_named(monkeypatch):
 def test_device():
     assert choose_device(configured(), CPU_ONLY).type == "cpu"
     assert choose_device(configured(), WITH_GPU).type == "cuda"
-    assert choose_device(configured("model.subwords=true"), WITH_GPU).type == "cpu"
-    on_gpu = configured("model.subwords=true", "train.device=cuda")
-    assert choose_device(on_gpu, WITH_GPU).type == "cuda"
     assert choose_device(configured("train.device=cpu"), WITH_GPU).type == "cpu"
     wanted = configured("train.device=cuda")
     with pytest.raises(ConfigError, match="train.device=cuda.* CPU build.*train.device=cpu"):

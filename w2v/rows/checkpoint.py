@@ -162,7 +162,7 @@ class Checkpoints:
     def _copy(self, name: str, records_nR: Tensor) -> Tensor:
         """Copy the records of a file to CPU memory."""
         if name not in self._memory:
-            self._memory[name] = host_memory(records_nR.nbytes)
+            self._memory[name] = torch.from_numpy(host_memory(records_nR.nbytes))
         copy_nR = self._memory[name].view(records_nR.dtype).view(records_nR.shape)
         parts_nR = checkpoint_files.chunks(records_nR)  # a GPU packs each first
         for to_nR, part_nR in zip(checkpoint_files.chunks(copy_nR), parts_nR, strict=True):

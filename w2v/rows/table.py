@@ -344,28 +344,28 @@ def check_table(
         raise ValueError(reason)
 
 
-def host_memory(nbytes: int) -> Tensor:
+def host_memory(nbytes: int) -> np.ndarray:
     """Return zeroed, page-aligned CPU memory in huge pages: uint8 [nbytes].
 
     Threads touch the pages, so that the system zeroes them in parallel.
     """
     memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    content = np.frombuffer(memory, np.uint8)
+    content = np.frombuffer(memory, np.uint8, nbytes)
 
     def touch(start: int) -> None:
         # NumPy releases the GIL during the assignment.
         content[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0
 
     on_threads(touch, range(0, nbytes, TOUCH_BYTES), torch.get_num_threads())
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    return content
 
 
 def pinned_records(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return zero records [V, R] in pinned memory."""
     memory = host_memory(rows * width * dtype.itemsize)
     _pin(memory)
-    return memory.view(dtype).view(rows, width)
+    return torch.from_numpy(memory).view(dtype).view(rows, width)
 
 
 def pinning_is_limited() -> bool:
@@ -381,8 +381,8 @@ def pinning_is_limited() -> bool:
     return False
 
 
-def _pin(memory: Tensor) -> None:
-    """Pin CPU memory in place (cudaHostRegister) until it is freed."""
+def _pin(memory: np.ndarray) -> None:
+    """Pin CPU memory in place (cudaHostRegister) until its array is freed."""
     # Pinning touched memory is three times faster than having the driver allocate it.
     try:
         # torch's binding would leave the error of a failure behind for the next kernel.
@@ -390,12 +390,14 @@ def _pin(memory: Tensor) -> None:
     except ImportError:
         install = "install cupy-cuda12x or cupy-cuda13x"
         raise ValueError(f"storage='pinned' needs CuPy, which is not there; {install}") from None
-    nbytes = memory.numel() * memory.element_size()
     try:
-        runtime.hostRegister(memory.data_ptr(), nbytes, 0)
+        runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
     except runtime.CUDARuntimeError as error:
+        size = f"{memory.nbytes / 2**30:.1f} GiB"
         raise MemoryError(
-            f"cannot pin {nbytes / 2**30:.1f} GiB of CPU memory ({error}); raise its limit (ulimit "
-            "-l, or --ulimit memlock=-1 for a container), or set transfer.engine=staged"
+            f"cannot pin {size} of CPU memory ({error}); raise its limit (ulimit -l, or --ulimit "
+            "memlock=-1 for a container), or set transfer.engine=staged"
         ) from None
-    weakref.finalize(memory.untyped_storage(), runtime.hostUnregister, memory.data_ptr())
+    # An array's callbacks run before its memory is unmapped, a torch storage's after: the system
+    # could then give the address to others while it is still registered.
+    weakref.finalize(memory, runtime.hostUnregister, memory.ctypes.data)

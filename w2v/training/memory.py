@@ -50,7 +50,6 @@ PATH_BYTES = 5  # a node of a word's path in the tree: row and code
 CHUNK_WORD_BYTES = 32  # a word of a chunk of the text, also while it is subsampled
 NEGATIVE_BYTES = 4 * (1 + EARLY_BATCHES) + 8  # of the batches drawn ahead, and while one is drawn
 POOL_BYTES = 36  # a word of the pool of negatives, which plain torch keeps in memory
-SUBWORD_ROWS = 16  # of a word, beside those of more frequent words of its batch
 SAMPLED = 100_000  # words of a vocabulary, at most, from which the rows of a batch are estimated
 PAGES = 3  # pages whose batches are in memory: planned, computing, and the one before
 MOST_STEPS = 8  # of a page, a power of two: with more the CPU saves nothing that can be measured
@@ -491,7 +490,8 @@ class Plan:
 
         inputs = unique(uses_V)
         if self.subwords:
-            inputs += min(self.subword_rows, SUBWORD_ROWS * inputs)
+            like_V = np.minimum(np.arange(self.subwords.words) // every, len(uses_V) - 1)
+            inputs += int(self.subwords.expected_rows(uses_V[like_V] / every))
         outputs = 0
         if model.negative:  # a word that is a center and a negative has one row
             prob_V = negative_distribution(counts_V, model.ns_exponent)

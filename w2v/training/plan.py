@@ -153,8 +153,7 @@ def resolve(plan: Plan) -> Plan:
 def choose_device(config: Config, machine: Machine) -> torch.device:
     """Return where steps are computed."""
     wanted = config.train.device
-    has_gpu = machine.gpu and not config.model.subwords  # see `warn_of_machine`
-    if wanted == "cpu" or not (has_gpu or wanted == "cuda"):
+    if wanted == "cpu" or not (machine.gpu or wanted == "cuda"):
         return torch.device("cpu")
     if machine.gpu:
         return torch.device("cuda")
@@ -290,8 +289,6 @@ def warn_of_machine(plan: Plan) -> None:
     transfer = plan.config.transfer
     if not plan.on_gpu:
         return
-    if plan.subwords:  # which train.device=auto trains on the CPU
-        log.warning("the kernels for subwords have not been tried on a GPU; set train.device=cpu")
     if not machine.cuda_cupy:
         missing = "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped"
         log.warning(f"{missing} can be used; {machine.install_cupy}")

@@ -88,6 +88,11 @@ class Subwords:
         longest_V = self.begin_V.diff().sort(descending=True).values
         return min(int(longest_V[:words].sum()), self.rows)
 
+    def expected_rows(self, uses_V: np.ndarray) -> float:
+        """Return the expected unique rows of words that are drawn so often on average."""
+        uses_N = np.repeat(uses_V, np.diff(self.begin_V.numpy()))
+        return float(-np.expm1(-np.bincount(self.rows_N - self.first, uses_N)).sum())
+
     def rows_of(self, words_W: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of words, and each row's place in `words_W`: int64 [N]."""
         begin_W = self.begin_V[words_W]

@@ -73,7 +73,7 @@ VARIANTS = [
             (2000, 5, 2, 1, 1, 1, 0, 0, 1, 0),
         )
     ),
-    *(("subwords.cu", {"ELEMENT": element}) for element in range(3)),
+    *(("subwords.cu", {"DIM": 100 + element, "ELEMENT": element}) for element in range(3)),
     *(
         (
             "optim.cu",

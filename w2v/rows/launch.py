@@ -332,9 +332,9 @@ def cuda_runtime() -> Any:
     return cupy.cuda.runtime
 
 
-def blocks_for(threads: int) -> int:
+def blocks_for(threads: int, per_processor: int = 8) -> int:
     """Return the blocks for that many threads, at most 8 a processor."""
-    return max(1, min(-(-threads // THREADS), 8 * _processors()))
+    return max(1, min(-(-threads // THREADS), per_processor * _processors()))
 
 
 @functools.cache

@@ -221,7 +221,8 @@ class CudaKernels(Kernels):
 
         what = batch.window, targets, batch.objective, view, grads.rows
         launch = self._bind("gradients", what, bind)
-        blocks = blocks_for(32 * batch.windows_B.shape[0])
+        # A warp of `skipgram` takes consecutive centers, so no more blocks than run at a time.
+        blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor=8 if cbow else 2)
         launch(blocks, batch=batch_struct(batch), loss=grads.loss, pairs=grads.pairs)
         return grads
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from w2v.rows.launch import ELEMENTS, blocks_for, c_struct, kernel
+from w2v.rows.launch import ELEMENTS, Kernel, blocks_for, c_struct, kernel
 from w2v.rows.ops import View
 from w2v.word2vec.batch import Batch, Grads, StepShape
 from w2v.word2vec.cuda import CudaKernels
@@ -33,30 +33,28 @@ class CudaSubwordKernels(SubwordKernels):
 
     def _mark(self, marks_A: Tensor) -> None:
         blocks = blocks_for(32 * self.subwords.words)
-        kernel("subwords.cu", "mark_rows")(blocks, marks=marks_A, subwords=self._struct)
+        self._kernel("mark_rows")(blocks, marks=marks_A, subwords=self._struct)
 
     def unique_rows(self, batch: Batch) -> Grads:
         grads = self.inner.unique_rows(batch)
         rows = grads.rows
         assert rows.row_count is not None, "counted on the device"
-        kernel("subwords.cu", "add_rows")(
+        self._kernel("add_rows")(
             self._blocks(grads), rows=rows, listed=rows.row_count.clone(), subwords=self._struct
         )
         return grads
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
-        dim, blocks = self.shape.dim, self._blocks(grads)
-        kernel("subwords.cu", "compose", ELEMENT=ELEMENTS[view.records_SR.dtype])(
-            blocks,
-            view=view,
-            rows=grads.rows,
-            row_width=view.records_SR.shape[1],
-            subwords=self._struct,
-            dim=dim,
-        )
+        of_step = {"rows": grads.rows, "subwords": self._struct}
+        blocks, width = self._blocks(grads), view.records_SR.shape[1]
+        compose = self._kernel("compose", ELEMENTS[view.records_SR.dtype])
+        compose(blocks, view=view, row_width=width, **of_step)
         grads = self.inner.gradients(batch, view, grads, lr)
-        kernel("subwords.cu", "spread")(blocks, rows=grads.rows, subwords=self._struct, dim=dim)
+        self._kernel("spread")(blocks, **of_step)
         return grads
+
+    def _kernel(self, name: str, element: int = 0) -> Kernel:
+        return kernel("subwords.cu", name, DIM=self.shape.dim, ELEMENT=element)
 
     def _blocks(self, grads: Grads) -> int:
         return blocks_for(32 * grads.rows.grad_UD.shape[0])

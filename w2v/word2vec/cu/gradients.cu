@@ -4,7 +4,7 @@
 // One warp takes a center, and keeps a group of its targets in registers.
 //
 // Macros:
-//   DIM                     dimensions
+//   DIM                     dimensions, see row.cuh
 //   WINDOW, TARGETS, PATHS  see batch.cuh
 //   ELEMENT                 of the records, see element.cuh
 //   COUNTED                 1 to count the pairs of each row
@@ -15,15 +15,11 @@
 
 #include "batch.cuh"
 #include "common.cuh"
-#include "element.cuh"
+#include "row.cuh"
 #include "unique.cuh"
 
 #define WARPS 8  // of a block, as launch.py starts them
 
-constexpr int LANES_WIDE = DIM % 4 ? 1 : 4;    // elements of a pack
-constexpr int VECTORS = DIM / LANES_WIDE;      // packs of a row
-constexpr int PER_LANE = (VECTORS + 31) / 32;  // packs of a row in one lane
-constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in one lane
 // Targets in registers at a time, a power of two; and how many of them exist.
 constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
 constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
@@ -44,91 +40,19 @@ __device__ long long record_at(
     return (view.slot_of_A ? view.slot_of_A[own] : own) * row_width;
 }
 
-struct SharedRow {  // a row in shared memory
-    Floats<LANES_WIDE> packs[VECTORS];
-};
-
-// Call visit(i, v) for each pack i of a row that a lane has, as its v-th.
-template <class Visit>
-__device__ void each_pack(int lane, Visit visit) {
-#pragma unroll
-    for (int v = 0; v < PER_LANE; v++)
-        if (lane + 32 * v < VECTORS) visit(lane + 32 * v, v);
-}
-
-struct Row {  // one lane's elements of a row
-    float at[LANE_ELEMENTS];
-
-    __device__ void load(const Element* row, int lane) {
-        *this = {};
-        each_pack(lane, [&](int i, int v) {
-            const Pack<LANES_WIDE> pack = Pack<LANES_WIDE>::load(row, i);
-#pragma unroll
-            for (int h = 0; h < LANES_WIDE; h++) at[v * LANES_WIDE + h] = pack.at[h];
-        });
-    }
-
-    __device__ void scale(float factor) {
-#pragma unroll
-        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] *= factor;
-    }
-
-    __device__ void add_scaled(const Row& other, float scale) {
-#pragma unroll
-        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] += scale * other.at[h];
-    }
-
-    __device__ float partial_dot(const Row& other) const {
-        float sum = 0;
-#pragma unroll
-        for (int h = 0; h < LANE_ELEMENTS; h++) sum += at[h] * other.at[h];
-        return sum;
-    }
-
-    __device__ void store(SharedRow& row, int lane) const {
-        each_pack(lane, [&](int i, int v) {
-            Floats<LANES_WIDE> pack;
-#pragma unroll
-            for (int h = 0; h < LANES_WIDE; h++) pack.at[h] = at[v * LANES_WIDE + h];
-            row.packs[i] = pack;
-        });
-    }
-
-    __device__ void add(const SharedRow& row, int lane) {
-        each_pack(lane, [&](int i, int v) {
-            const Floats<LANES_WIDE> pack = row.packs[i];
-#pragma unroll
-            for (int h = 0; h < LANES_WIDE; h++) at[v * LANES_WIDE + h] += pack.at[h];
-        });
-    }
-
-    // Add to a row in memory, atomically, as other warps may add to it too.
-    __device__ void add_to(float* row, int lane) const {
-        each_pack(lane, [&](int i, int v) {
-            const float* from = at + LANES_WIDE * v;
-#if DIM % 4 == 0 && __CUDA_ARCH__ >= 900
-            atomicAdd((float4*)row + i, make_float4(from[0], from[1], from[2], from[3]));
-#else
-#pragma unroll
-            for (int h = 0; h < LANES_WIDE; h++) atomicAdd(row + i * LANES_WIDE + h, from[h]);
-#endif
-        });
-    }
-};
-
-// Sum GROUP numbers over the warp; lane l returns the sum of number l / (32 / GROUP). Each exchange
+// Sum COUNT numbers over the warp; lane l returns the sum of number l / (32 / COUNT). Each exchange
 // halves how many numbers a lane still sums.
-__device__ float sum_over_warp(float* number, int lane) {
-    int distance = 16;
-#pragma unroll
-    for (int left = GROUP; left > 1; left /= 2, distance /= 2) {
+template <int COUNT>
+__device__ float sum_over_warp(float* number, int lane, int distance = 16) {
+    if constexpr (COUNT > 1) {
         const bool upper = lane & distance;
 #pragma unroll
-        for (int n = 0; n < left / 2; n++) {
-            const float keep = upper ? number[n + left / 2] : number[n];
-            const float give = upper ? number[n] : number[n + left / 2];
+        for (int n = 0; n < COUNT / 2; n++) {
+            const float keep = upper ? number[n + COUNT / 2] : number[n];
+            const float give = upper ? number[n] : number[n + COUNT / 2];
             number[n] = keep + __shfl_xor_sync(ALL, give, distance);
         }
+        return sum_over_warp<COUNT / 2>(number, lane, distance / 2);
     }
     float sum = number[0];
     for (; distance; distance /= 2) sum += __shfl_xor_sync(ALL, sum, distance);
@@ -169,7 +93,7 @@ __device__ void add_sums(
 #define HOT_FITTING (!PATHS ? 0 : (48896 - TILE * 4 * DIM) / (WARPS * 4 * DIM))
 #define HOT (HOT_FITTING > 7 ? 7 : HOT_FITTING)
 
-__shared__ SharedRow hot_sums[WARPS][HOT ? HOT : 1];
+__shared__ FloatRow hot_sums[WARPS][HOT ? HOT : 1];
 __shared__ unsigned hot_touched;  // bit n: row root - 2 n, of the n-th node before the root
 
 struct HotRows {
@@ -188,7 +112,7 @@ struct HotRows {
     __device__ bool add(const Row& grad, int row, int lane) {
         const int n = (root - row) / 2;
         if (!HOT || row > root || n >= HOT) return false;
-        SharedRow& shared = hot_sums[threadIdx.x / 32][n];
+        FloatRow& shared = hot_sums[threadIdx.x / 32][n];
         Row sum = grad;
         if (touched >> n & 1) sum.add(shared, lane);
         sum.store(shared, lane);
@@ -215,26 +139,77 @@ struct HotRows {
 };
 
 #if !CBOW
-// A warp goes through the context words with each group of targets. So a context row is read once
-// per group, and the gradient of a target is added to memory once per center.
+// Context rows that are loaded together, and their products with the targets, which are summed over
+// the warp together: at most one a lane.
+constexpr int TOGETHER = LANE_ELEMENTS > 4 ? 1 : TAKEN > 6 ? 2 : 5;
+constexpr int PRODUCTS = TOGETHER * TAKEN;
+constexpr int SUMS =
+    PRODUCTS > 16 ? 32 : PRODUCTS > 8 ? 16 : PRODUCTS > 4 ? 8 : PRODUCTS > 2 ? 4 : PRODUCTS;
+
+// Positions of a window, and whether a warp sums the gradients of their words in shared memory.
+#define SPAN (2 * WINDOW + 1)
+#define SLIDES (!PATHS && SPAN < 64 && WARPS * SPAN * (4 * DIM + 4) <= 48 << 10)
+
+__shared__ FloatRow window_sums[WARPS][SLIDES ? SPAN : 1];
+__shared__ int window_index[WARPS][SLIDES ? SPAN : 1];  // of the unique row of each sum
+
+// Gradients of the words in the window of a warp's center. They are context words of the next
+// centers too, so their gradients are added to memory when they leave the window.
+struct SlidingWindow {
+    float* grads;
+    long long has_sum;  // bit s: slot s, of the positions s, s + SPAN, ...
+
+    __device__ void add(const Row& grad, long long at, int index, int lane) {
+        if (!SLIDES) {
+            grad.add_to(grads + (long long)index * DIM, lane);
+            return;
+        }
+        const int slot = (unsigned)at % SPAN, warp = threadIdx.x / 32;
+        Row sum = grad;
+        if (has_sum >> slot & 1) sum.add(window_sums[warp][slot], lane);
+        sum.store(window_sums[warp][slot], lane);
+        window_index[warp][slot] = index;  // by all lanes, as each reads what it wrote
+        has_sum |= 1ll << slot;
+    }
+
+    // Add the sum of the word at a position to memory, if there is one.
+    __device__ void flush(long long at, int lane) {
+        if (!SLIDES) return;
+        const int slot = (unsigned)at % SPAN, warp = threadIdx.x / 32;
+        if (!(has_sum >> slot & 1)) return;
+        Row sum = {};
+        sum.add(window_sums[warp][slot], lane);
+        sum.add_to(grads + (long long)window_index[warp][slot] * DIM, lane);
+        has_sum &= ~(1ll << slot);
+    }
+};
+
+// A warp takes consecutive centers, and goes through the context words with each group of targets.
+// So a context row is read once per group, and the gradient of a target is added to memory once
+// per center.
 //
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
-extern "C" __global__ void skipgram(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) skipgram(
     View view, RowGrads rows, long long row_width, Borrowed borrowed, Batch batch, double* loss,
     long long* pairs) {
     const auto record_of = [&](int row) {
         return record_at(row, view, rows, row_width, borrowed);
     };
     const int lane = threadIdx.x % 32;
-    const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
-    const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
-    const long long step = warps();
+    const int product = lane / (32 / SUMS);  // that this lane gets
+    const int of_context = product / TAKEN, member = product % TAKEN;  // its rows
+    const bool leader = lane % (32 / SUMS) == 0;  // of the lanes with the same product
+    const long long begin = batch.centers * warp_id() / warps();
+    const long long end = batch.centers * (warp_id() + 1) / warps();
     HotRows hot(batch);
+    SlidingWindow sliding = {rows.grad_UD, 0};
     double lane_loss = 0;
     long long lane_pairs = 0;
 
-    for (long long center = warp_id(); center < batch.centers; center += step) {
+    for (long long center = begin; center < end; center++) {
+        const long long at = batch.first + center;
+        sliding.flush(at - WINDOW - 1, lane);
         if (!batch.has_context(center)) continue;
         const Path path = batch.path(center);
         const int targets_here = TARGETS + path.length;
@@ -245,49 +220,69 @@ extern "C" __global__ void skipgram(
             const int target_row = has_target ? batch.target(center, start + lane, path) : -1;
             const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
             const long long my_record = record_of(read_row);
-            const long long my_index = target_row < 0 ? -1 : rows.index_A[target_row];
+            const int my_index = target_row < 0 ? -1 : rows.index_A[target_row];
             Row target[TAKEN], grad_target[TAKEN] = {};
 #pragma unroll
             for (int t = 0; t < TAKEN; t++)
                 target[t].load(view.records_SR + __shfl_sync(ALL, my_record, t), lane);
-            const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
+            const bool is_target = __shfl_sync(ALL, my_index, member) >= 0;
             const int targets = COUNTED ? __popc(__ballot_sync(ALL, my_index >= 0)) : 0;
             int contexts = 0;
             const float label = batch.label(start + member, path);
 
-            // The lanes look up 32 context words at once; the warp then takes one after another.
+            // The lanes look up 32 context words at once; the warp then takes some after others.
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
                 const int context_row = o < 2 * WINDOW ? batch.context(center, o) : -1;
                 const long long context_record = context_row < 0 ? 0 : record_of(context_row);
-                const long long context_index = context_row < 0 ? 0 : rows.index_A[context_row];
+                const int context_index = context_row < 0 ? 0 : rows.index_A[context_row];
                 lane_pairs += start == 0 && context_row >= 0;
-                if (COUNTED) contexts += __popc(__ballot_sync(ALL, context_row >= 0));
+                unsigned left = __ballot_sync(ALL, context_row >= 0);
+                if (COUNTED) contexts += __popc(left);
                 if (COUNTED && context_row >= 0) atomicAdd(rows.pairs_U + context_index, targets);
-                for (unsigned left = __ballot_sync(ALL, context_row >= 0); left; left &= left - 1) {
-                    const int source = __ffs(left) - 1;
-                    Row context, grad_context = {};
-                    context.load(view.records_SR + __shfl_sync(ALL, context_record, source), lane);
-                    float dots[GROUP];
+                while (left) {
+                    Row context[TOGETHER];
+                    int source[TOGETHER];  // lane that has looked up the word, or -1
+                    int my_source = -1;  // of the word of this lane's product
 #pragma unroll
-                    for (int t = 0; t < GROUP; t++)
-                        dots[t] = t < TAKEN ? context.partial_dot(target[t]) : 0;
-                    const float logit = sum_over_warp(dots, lane);
+                    for (int c = 0; c < TOGETHER; c++) {
+                        source[c] = __ffs(left) - 1;
+                        left &= left - 1;
+                        if (c == of_context) my_source = source[c];
+                        // For a missing word, the first one again, with an error of 0.
+                        const int lane_of = source[c] < 0 ? source[0] : source[c];
+                        const long long record = __shfl_sync(ALL, context_record, lane_of);
+                        context[c].load(view.records_SR + record, lane);
+                    }
+                    float dots[SUMS] = {};
+#pragma unroll
+                    for (int n = 0; n < PRODUCTS; n++)
+                        dots[n] = context[n / TAKEN].partial_dot(target[n % TAKEN]);
+                    const float logit = sum_over_warp<SUMS>(dots, lane);
 
+                    const bool counts = is_target && my_source >= 0;
                     float error = pair_error(logit, label, counts, leader, lane_loss);
 #if WEIGHTED
-                    const int offset = base + source - WINDOW;  // of the context word, if negative
+                    const int offset = base + my_source - WINDOW;  // of the word, if negative
                     const int distance = offset < 0 ? -offset : offset + 1;
                     error *= (WEIGHTED + 1 - distance) / (float)WEIGHTED;
 #endif
 #pragma unroll
-                    for (int t = 0; t < TAKEN; t++) {
-                        const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));
-                        grad_context.add_scaled(target[t], scale);
-                        grad_target[t].add_scaled(context, scale);
+                    for (int c = 0; c < TOGETHER; c++) {
+                        if (source[c] < 0) break;
+                        Row grad_context = {};
+#pragma unroll
+                        for (int t = 0; t < TAKEN; t++) {
+                            const int lane_of = (c * TAKEN + t) * (32 / SUMS);
+                            const float scale = __shfl_sync(ALL, error, lane_of);
+                            grad_context.add_scaled(target[t], scale);
+                            grad_target[t].add_scaled(context[c], scale);
+                        }
+                        const int o = base + source[c];
+                        const long long there = at + o - WINDOW + (o >= WINDOW);
+                        const int index = __shfl_sync(ALL, context_index, source[c]);
+                        sliding.add(grad_context, there, index, lane);
                     }
-                    const long long index = __shfl_sync(ALL, context_index, source);
-                    grad_context.add_to(rows.grad_UD + index * DIM, lane);
                 }
             }
 #pragma unroll
@@ -301,6 +296,7 @@ extern "C" __global__ void skipgram(
         }
     }
 
+    for (int slot = 0; slot < SPAN; slot++) sliding.flush(slot, lane);
     hot.flush(rows.index_A, rows.grad_UD, lane);
     add_sums(lane_loss, lane_pairs, lane, loss, pairs);
 }
@@ -321,7 +317,7 @@ extern "C" __global__ void cbow(
         return record_at(row, view, rows, row_width, borrowed);
     };
     HotRows hot(batch);
-    __shared__ SharedRow grad_of[TILE];  // what the context words of each center get
+    __shared__ FloatRow grad_of[TILE];  // what the context words of each center get
     __shared__ int targets_of[TILE];  // number of targets of each center, if COUNTED
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
@@ -384,7 +380,7 @@ extern "C" __global__ void cbow(
 #pragma unroll
                 for (int t = 0; t < GROUP; t++)
                     dots[t] = t < TAKEN ? predicting.partial_dot(target[t]) : 0;
-                const float logit = sum_over_warp(dots, lane);
+                const float logit = sum_over_warp<GROUP>(dots, lane);
                 const float label = batch.label(start + member, path);
                 const float error = pair_error(logit, label, counts, leader, lane_loss);
 #pragma unroll

@@ -58,6 +58,7 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt Makefile
 	  echo "torch's CPU build could not be fetched: pip installs what its index has" >&2; \
 	fi; \
 	$(PIP) "torch==$$torch" -e ".[$$extras]"
+	$(VENV)/bin/w2v warm-up
 	@touch $@
 
 $(VENV)/.tools: $(INSTALLED)

@@ -73,6 +73,7 @@ COMMANDS = {
     "sweep": ("search for the best settings of optimizers", "sweep:run"),
     "runs": ("list runs with their scores and sizes", "storage:list_runs"),
     "clean": ("remove runs, or cached texts", "storage:clean"),
+    "warm-up": ("compile kernels, so that the first run need not", "warm_up:run"),
     "completion": ("print the completion script of a shell", "cli:print_completion"),
 }
 OVERVIEW = """\

@@ -89,7 +89,7 @@ class Subwords:
         return min(int(longest_V[:words].sum()), self.rows)
 
     def expected_rows(self, uses_V: np.ndarray) -> float:
-        """Return the expected unique rows of words that are drawn so often on average."""
+        """Return the expected unique rows of words drawn so often on average."""
         uses_N = np.repeat(uses_V, np.diff(self.begin_V.numpy()))
         return float(-np.expm1(-np.bincount(self.rows_N - self.first, uses_N)).sum())
 

@@ -91,10 +91,13 @@ class Table:
             self.records_VR = self._file.records_VR
         elif memory_VR is not None:
             self.records_VR = memory_VR
-        elif storage == "pinned":
-            self.records_VR = pinned_records(rows, self.width, dtype)
-        else:
+        elif storage == "cuda":
             self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
+        else:
+            memory = host_memory(rows * self.width * dtype.itemsize)
+            if storage == "pinned":
+                pin(memory)
+            self.records_VR = torch.from_numpy(memory).view(dtype).view(rows, self.width)
         self.width = self.records_VR.shape[1]  # an .npy file has no padding
         self.continued = self._file is not None and self._file.continued
         for key, state in states.items():
@@ -361,19 +364,12 @@ def host_memory(nbytes: int) -> np.ndarray:
     return content
 
 
-def pinned_records(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return zero records [V, R] in pinned memory."""
-    memory = host_memory(rows * width * dtype.itemsize)
-    _pin(memory)
-    return torch.from_numpy(memory).view(dtype).view(rows, width)
-
-
 def pinning_is_limited() -> bool:
     """Return whether the limit on locked memory applies to pinning."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, before[1]))
     try:
-        _pin(host_memory(2 << 20))  # far more than the limit of 64 KiB
+        pin(host_memory(2 << 20))  # far more than the limit of 64 KiB
     except MemoryError:
         return True
     finally:
@@ -381,7 +377,7 @@ def pinning_is_limited() -> bool:
     return False
 
 
-def _pin(memory: np.ndarray) -> None:
+def pin(memory: np.ndarray) -> None:
     """Pin CPU memory in place (cudaHostRegister) until its array is freed."""
     # Pinning touched memory is three times faster than having the driver allocate it.
     try:

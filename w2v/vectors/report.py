@@ -159,7 +159,7 @@ def _table(columns: Mapping[str, Iterable[str]]) -> str:
 
 def _details(run: Run) -> str:
     """Return the hardware and all settings of a run."""
-    lines = [runs.environment(run.folder).strip()]
+    lines = [run.environment.strip()]
     lines += [f"{key}={value}" for key, value in run.settings.items()]
     return (
         f"<h3>{_text(run.folder.absolute().name)}</h3><pre>{html.escape(chr(10).join(lines))}</pre>"
@@ -316,7 +316,7 @@ def write_card(folder: Path, vocab: Vocab) -> None:
     # Settings, scores and costs, as `w2v compare` has them, a row for each.
     columns = runs.table(runs.rows([run]), tested=False).items()
     figures = "\n".join(f"| {markup(name)} | {markup(cell)} |" for name, [cell] in columns)
-    lines = [line.partition(" ") for line in runs.environment(folder).splitlines()]
+    lines = [line.partition(" ") for line in run.environment.splitlines()]
     environment = "\n".join(f"| {markup(name)} | {markup(value)} |" for name, _, value in lines)
     path = markup(settings["corpus.path"])
     card = f"""# Word vectors of {path}

@@ -160,7 +160,7 @@ smoke: $(INSTALLED) ## run train.py and evaluate.py on the CPU, in half a minute
 	$(PY) evaluate.py score "$$folder"/runs/*/
 
 docs: $(INSTALLED) ## write settings, tables and pictures into docs/, then build/site; check links
-	$(PY) -c "import matplotlib, material, mkdocstrings, mkdocs_jupyter" 2>/dev/null || \
+	$(PY) -c "import matplotlib, htmlproofer, material, mkdocstrings, mkdocs_jupyter" 2>/dev/null || \
 	  $(PY) -m pip install -q -c .ci/constraints.txt -e ".[docs]"
 	$(PY) tests/bench/tables.py
 	$(PY) tests/bench/plot.py

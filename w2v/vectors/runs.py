@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import io
 import json
 import logging
@@ -76,18 +75,15 @@ class Run:
     @cached_property
     def sets(self) -> dict[str, tuple[float | None, str]]:
         """Score (a share) and answers of each set by its heading."""
-        found = {}
+        similarity = self.scores["similarity"]
+        found = {title(name): (of["spearman"], of["answers"]) for name, of in similarity.items()}
         for name, of in {"analogies": self.scores["analogies"], **self.scores["questions"]}.items():
-            found[f"{name} %"] = of["total"]["accuracy"], of["answers"]
-            if not of["total"]["counted"]:
-                found[f"{name} %"] = None, of["answers"]
-            if name == "analogies":
-                similarity = self.scores["similarity"]
-                found |= {title(n): (s["spearman"], s["answers"]) for n, s in similarity.items()}
-        return found
+            total = of["total"]
+            found[f"{name} %"] = total["accuracy"] if total["counted"] else None, of["answers"]
+        return {"analogies %": found.pop("analogies %"), **found}
 
     def curve(self, name: str) -> list[tuple[float, float, float]]:
-        """Return the points (words, seconds, metric); the last is the final score.
+        """Return points (words, seconds, metric); the last is the final score.
 
         Means of epochs are used where the run has recorded them.
         """
@@ -148,7 +144,7 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
 
 
 def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
-    """Return the run folders of paths: of runs, of folders of runs, or "latest".
+    """Return the run folders of paths: of runs, of their parents, or "latest".
 
     Paths without any `file` are left out with a warning; it is an error if none has one.
     """
@@ -170,9 +166,9 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
 
 
 def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = None) -> Path:
-    """Return the file for a picture of runs: `to`, or `name` in the folder `to`.
+    """Return the file for a picture of runs: `to`, or `name` in it.
 
-    By default that is the run folder, or "pictures" beside the first of several.
+    By default it is in the run folder, or in "pictures" beside the first of several.
     """
     folder = folders[0].parent / "pictures" if len(folders) > 1 else folders[0]
     path = Path(to or folder)
@@ -180,33 +176,28 @@ def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = Non
 
 
 def read(folder: Path) -> Run:
-    """Read config.yaml, metrics.jsonl and, if present, scores.json and env.txt."""
+    """Read config.yaml, metrics.jsonl and what else the run has written."""
+    texts = dict.fromkeys(("metrics.jsonl", "scores.json", "env.txt"), "")
+    metrics = []
     remedy = "leave it out, or train it again"
     with refused(RunError, f"{folder} is not a whole run folder", remedy):
-        _text_of(folder / "config.yaml")
+        for file in (folder / name for name in ("config.yaml", *texts)):
+            if file.exists() and not file.is_file():  # a pipe could be read forever
+                raise ValueError(f"{file} is not a file")
+            if file.exists() or file.name in ("config.yaml", "metrics.jsonl"):
+                texts[file.name] = file.read_text(encoding="utf-8", errors="replace")
         config = load_config([folder / "config.yaml"], trains=False)
-        scores = dict(json.loads(_text_of(folder / "scores.json", "{}")))
-        # A run that still trains, or was killed, may leave its last line half-written.
-        whole = _text_of(folder / "metrics.jsonl").split("\n")[:-1]
-        environment = _text_of(folder / "env.txt", "")
-    metrics = []
+        scores = dict(json.loads(texts["scores.json"] or "{}"))
+    # A run that still trains, or was killed, may leave its last line half-written.
+    whole = texts["metrics.jsonl"].split("\n")[:-1]
     for line in whole:
         with contextlib.suppress(ValueError, RecursionError):
             metrics.append(_fitted(json.loads(line), LINE))
     if damaged := len(whole) - len(metrics):
-        file = folder / "metrics.jsonl"
-        log.warning(f"{file}: {damaged} of {len(whole)} lines are damaged and left out")
+        left_out = f"{damaged} of {len(whole)} lines are damaged and left out"
+        log.warning(f"{folder / 'metrics.jsonl'}: {left_out}")
     settings = flat_config(config) | {"corpus.path": config.corpus.paths}
-    return Run(folder, settings, _fitted(scores, SCORES), metrics, environment)
-
-
-def _text_of(file: Path, default: str | None = None) -> str:
-    """Return the text of a file; a pipe of this name could be read forever."""
-    if default is not None and not file.exists():
-        return default
-    if not file.is_file():
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
-    return file.read_text(encoding="utf-8", errors="replace")
+    return Run(folder, settings, _fitted(scores, SCORES), metrics, texts["env.txt"])
 
 
 def _fitted(value: Any, shape: Any) -> Any:
@@ -237,6 +228,9 @@ def figures(run: Run) -> dict[str, float | None]:
     for heading, (score, _) in run.sets.items():
         found[heading] = None if score is None else score * scale(heading)
     speed = (scores["words"] or 0) / (scores["seconds"] or math.inf) / 1e6
+    for name in scores["questions"].keys() & set(ITEM_SCORES):
+        *_, popular = [None, *(part["accuracy"] for part in scores["questions"][name]["sections"])]
+        found[f"popular items' {name} %"] = popular and 100 * popular
     found |= {"M words/s": speed or None, "seconds": scores["seconds"] or None}
     found |= {"loss": scores["loss"], "questions": scores["analogies"]["total"]["counted"]}
     for name in ("host", "GPU"):
@@ -379,7 +373,7 @@ def _cell(row: Row, heading: str, tested: bool) -> str:
 
 
 class Comparison(NamedTuple):
-    """Rows, best first, with their table and verdicts; printed, the latter two."""
+    """Rows, best first, with their table and verdicts, which it prints."""
 
     rows: list[Row]
     columns: Columns
@@ -389,22 +383,11 @@ class Comparison(NamedTuple):
     def of(cls, found: Sequence[Run]) -> Comparison:
         """Compare runs; tests take half a second for each row."""
         compared = rows(found)
-        return cls(compared, table(compared), popular_scores(compared) + verdicts(compared))
+        return cls(compared, table(compared), verdicts(compared))
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((120, 24)).columns, 120)
         return "\n".join([in_columns(self.columns, width), "", *self.verdicts]).rstrip()
-
-
-def popular_scores(compared: Sequence[Row]) -> list[str]:
-    """Return what popular items score, which rows must exceed to be of use."""
-    lines = set()
-    for row in compared:
-        for name in row.runs[0].scores["questions"].keys() & set(ITEM_SCORES):
-            *_, popular = row.runs[0].scores["questions"][name]["sections"]
-            share = f"{100 * (popular['accuracy'] or 0):.1f} %"
-            lines.add(f"{name} of popular items in {row.settings['corpus.path']}: {share}")
-    return sorted(lines)
 
 
 def verdicts(compared: Sequence[Row]) -> list[str]:
@@ -419,7 +402,7 @@ def verdicts(compared: Sequence[Row]) -> list[str]:
 
 
 def _text(value: Any, guarded: bool = False) -> str:
-    """Return a value on one line; if `guarded`, not as a spreadsheet's formula."""
+    """Return a value on one line; if `guarded`, not as a formula."""
     if isinstance(value, str):
         return printable("'" * (guarded and value.startswith(FORMULA)) + value)
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)

@@ -164,7 +164,7 @@ docs: $(INSTALLED) ## write settings, tables and pictures into docs/, then build
 	  $(PY) -m pip install -q -c .ci/constraints.txt -e ".[docs]"
 	$(PY) tests/bench/tables.py
 	$(PY) tests/bench/plot.py
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --site-dir build/site
 
 lint: $(TOOLS) ## check code, format and types with ruff and mypy
 	$(PY) -m ruff check .

@@ -82,6 +82,12 @@ class Run:
             found[f"{name} %"] = total["accuracy"] if total["counted"] else None, of["answers"]
         return {"analogies %": found.pop("analogies %"), **found}
 
+    @property
+    def popular(self) -> dict[str, float]:
+        """Scores of the most frequent items, which others must exceed."""
+        scored = {name: of["sections"][1:] for name, of in self.scores["questions"].items()}
+        return {name: scored[name][0]["accuracy"] or 0 for name in ITEM_SCORES if scored.get(name)}
+
     def curve(self, name: str) -> list[tuple[float, float, float]]:
         """Return points (words, seconds, metric); the last is the final score.
 
@@ -228,9 +234,6 @@ def figures(run: Run) -> dict[str, float | None]:
     for heading, (score, _) in run.sets.items():
         found[heading] = None if score is None else score * scale(heading)
     speed = (scores["words"] or 0) / (scores["seconds"] or math.inf) / 1e6
-    for name in scores["questions"].keys() & set(ITEM_SCORES):
-        *_, popular = [None, *(part["accuracy"] for part in scores["questions"][name]["sections"])]
-        found[f"popular items' {name} %"] = popular and 100 * popular
     found |= {"M words/s": speed or None, "seconds": scores["seconds"] or None}
     found |= {"loss": scores["loss"], "questions": scores["analogies"]["total"]["counted"]}
     for name in ("host", "GPU"):
@@ -383,7 +386,12 @@ class Comparison(NamedTuple):
     def of(cls, found: Sequence[Run]) -> Comparison:
         """Compare runs; tests take half a second for each row."""
         compared = rows(found)
-        return cls(compared, table(compared), verdicts(compared))
+        popular = [
+            f"{name} of popular items in {row.settings['corpus.path']}: {100 * share:.1f} %"
+            for row in compared
+            for name, share in row.runs[0].popular.items()
+        ]
+        return cls(compared, table(compared), [*sorted(set(popular)), *verdicts(compared)])
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((120, 24)).columns, 120)

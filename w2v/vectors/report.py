@@ -243,8 +243,9 @@ def write_card(folder: Path, vocab: Vocab) -> None:
     """Write README.md, the model card, into the folder of a finished run."""
     run = runs.read(folder)
     settings = run.settings
-    # Settings, scores and costs, as `w2v compare` has them.
-    figures = runs.markdown(runs.table(runs.rows([run]), tested=False))
+    # Settings, scores and costs, as `w2v compare` has them, a row for each.
+    columns = runs.table(runs.rows([run]), tested=False).items()
+    figures = "\n".join(f"| {markup(name)} | {markup(cell)} |" for name, [cell] in columns)
     path = markup(settings["corpus.path"])
     card = f"""# Word vectors of {path}
 
@@ -260,7 +261,6 @@ vectors.most_similar({vocab.words[0]!r})
 | text | {path}: {vocab.raw_words:,} words, {vocab.raw_types:,} distinct |
 | vocabulary | {len(vocab.words):,} words; min_count {settings["vocab.min_count"]} |
 | training | {run.scores["words"]:,} words in {run.scores["seconds"]:.1f} s |
-
 {figures}
 
 ```
@@ -271,6 +271,12 @@ Analogies are Google's, answered among the {RESTRICT_VOCAB:,} most frequent word
 protocol; those of unknown words are not counted. Word pairs have Spearman's correlation with human
 judgement. The loss is that of a positive pair.
 
-`w2v train config.yaml`, beside this file, trains it again.
+## Settings
+
+`w2v train config.yaml` trains it again.
+
+```yaml
+{(folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
+```
 """
     atomic_write(folder / "README.md", card)

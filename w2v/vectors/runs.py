@@ -249,11 +249,6 @@ class Row:
     runs: list[Run]
     name: str = ""  # the optimizer, and settings that tell it from other rows
 
-    @property
-    def diverged(self) -> bool:
-        """Whether a seed did."""
-        return any(run.scores["diverged"] for run in self.runs)
-
     @cached_property
     def items(self) -> dict[str, np.ndarray]:
         """Scores of each question or word pair of the sets, by heading: [I].
@@ -364,8 +359,10 @@ def _cell(row: Row, heading: str, tested: bool) -> str:
     """Return the mean of a figure over seeds, with deviation and interval."""
     form = next(FORMATS[end] for end in FORMATS if heading.endswith(end))
     values = [value for run in row.runs if (value := figures(run).get(heading)) is not None]
-    if row.diverged or not values:
-        return "diverged" if row.diverged else "-"
+    if quality(row.runs) < UNSCORED:
+        return "diverged"
+    if not values:
+        return "-"
     text = f"{mean(values):{form}}"
     if len(set(values)) > 1:
         text += f" +- {stdev(values):{form}}"
@@ -404,7 +401,7 @@ def verdicts(compared: Sequence[Row]) -> list[str]:
     best: dict[str, Row] = {}  # by text
     for row in compared[: TESTED + 1]:
         first = best.setdefault(row.settings["corpus.path"], row)
-        if row is not first and not row.diverged:  # which the table says
+        if row is not first and quality(row.runs) >= UNSCORED:  # the table says if it diverged
             lines.append(first.test(row).verdict(first.name, row.name))
     return lines
 

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -424,14 +425,18 @@ def aligned(columns: Columns) -> list[str]:
 
 
 def in_columns(columns: Columns, width: int) -> str:
-    """Format the columns of a table that fit a terminal."""
-    shown: Columns = {}
-    for name, cells in columns.items():
-        if shown:  # not the names of rows
-            cells = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]
-            if max(map(len, aligned(shown | {name: cells}))) > width:
-                break
-        shown[name] = cells
+    """Format the columns of a table that fit a terminal; wrap long names."""
+    (heading, names), *others = columns.items()
+    wrap = textwrap.TextWrapper(max(20, width // 2), subsequent_indent="  ", break_on_hyphens=False)
+    wrapped = [wrap.wrap(name) for name in names]
+    shown = {heading: [line for lines in wrapped for line in lines]}
+    for heading, cells in others:
+        short = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]
+        pairs = zip(short, wrapped, strict=True)
+        column = [line for cell, lines in pairs for line in (cell, *[""] * (len(lines) - 1))]
+        if max(map(len, aligned(shown | {heading: column}))) > width:
+            break
+        shown[heading] = column
     return "\n".join(aligned(shown))
 
 

@@ -160,11 +160,11 @@ smoke: $(INSTALLED) ## run train.py and evaluate.py on the CPU, in half a minute
 	$(PY) evaluate.py score "$$folder"/runs/*/
 
 docs: $(INSTALLED) ## write settings, tables and pictures into docs/, then build/site; check links
-	$(PY) -c "import matplotlib, material, mkdocstrings, mkdocs_jupyter" 2>/dev/null || \
+	$(PY) -c "import matplotlib, htmlproofer, material, mkdocstrings, mkdocs_jupyter" 2>/dev/null || \
 	  $(PY) -m pip install -q -c .ci/constraints.txt -e ".[docs]"
 	$(PY) tests/bench/tables.py
 	$(PY) tests/bench/plot.py
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --site-dir build/site
 
 lint: $(TOOLS) ## check code, format and types with ruff and mypy
 	$(PY) -m ruff check .

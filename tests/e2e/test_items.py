@@ -1,6 +1,8 @@
 """Held-out items: what is kept out of training, and how it is scored."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +156,27 @@ def test_comparisons_and_sweeps_rank_by_held_out_items(settings, tmp_path, capsy
     assert rows[0].test(rows[1]).p < 0.05 and "MRR at 10 %" in rows[0].intervals
     compared = w2v.compare([tmp_path / "sweep-adam"])
     assert "hit rate at 10 %" in compared.columns and not compared.rows[0].test(rows[1]).is_noise
+
+
+def test_a_sweep_on_a_tenth_tunes_the_whole(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("pyarrow")
+    page = (Path(__file__).parents[2] / "docs" / "items.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec("".join(blocks[:2]).replace("12_000, 60, 33", "6_000, 30, 33"), {})
+    for name in ("sweep", "compare"):
+        command = shlex.split(re.search(rf"^    w2v ({name} .*)$", page, re.M)[1])
+        small = ["train.device=cpu", "optimizer.args.betas=[0.0,0.99]"]
+        at = command.index("--seeds")
+        assert cli.main([*command[:at], *small, *command[at:], "--to", f"{tmp_path}/{name}"]) == 0
+        Path("best.yaml").write_text(capsys.readouterr().out.split("yaml:\n")[-1])
+    best, default = runs.rows([runs.read(path) for path in runs.find_all([tmp_path / "compare"])])
+    assert {run.settings["run.name"] for run in best.runs} == {"best"}
+    # The sweep has seen none of the users whose last items make up nine tenths of these scores.
+    assert best.test(default).p < 0.05 and len(best.runs) == len(default.runs) == 3
+    for name in ITEM_SCORES:
+        tuned, usual = (
+            np.array([runs.figures(run)[f"{name} %"] for run in row.runs])
+            for row in (best, default)
+        )
+        assert tuned.min() > 1.03 * usual.max()

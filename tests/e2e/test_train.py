@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from unittest import mock
 
@@ -84,9 +85,9 @@ def test_a_report_is_written_where_plotly_is_installed(
     from w2v.vectors import report
 
     (tmp_path / "script.js").touch()
-    missing = mock.Mock(side_effect=report.ReportError("report.html needs plotly"))
-    script = mock.Mock(return_value=tmp_path / "script.js") if installed else missing
-    monkeypatch.setattr(report, "_script", script)
+    found = mock.Mock(locate_file=lambda _: tmp_path / "script.js")
+    effect = {} if installed else {"side_effect": PackageNotFoundError}
+    monkeypatch.setattr(report, "distribution", mock.Mock(return_value=found, **effect))
     assert train.main([*paths(corpus, tmp_path), *SETTINGS, "run.report=true", "-q"]) == 0
     (run,) = (tmp_path / "runs").glob("*/")
     printed = capsys.readouterr().out

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -119,7 +120,8 @@ def test_any_value_of_any_key_is_read_or_refused(tmp_path, value):
 def script(tmp_path, monkeypatch):
     """A small script in place of plotly's, which need not be installed."""
     (tmp_path / "plotly.js").write_text("// plotly")
-    monkeypatch.setattr(report, "_script", lambda: tmp_path / "plotly.js")
+    found = mock.Mock(locate_file=lambda _: tmp_path / "plotly.js")
+    monkeypatch.setattr(report, "distribution", lambda _: found)
 
 
 @pytest.mark.usefixtures("script")

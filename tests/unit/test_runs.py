@@ -232,6 +232,26 @@ def test_a_terminal_gets_its_columns(runs):
     assert comparison.in_columns(columns, 1).split()[0] == "optimizer"
 
 
+def test_long_names_are_wrapped_beside_their_scores():
+    names = [
+        f"Adam ns_exponent -0.5 epochs 20 batch_size 32 betas [{beta}, 0.99]" for beta in (0, 0.5)
+    ]
+    columns = {"optimizer": names, "seeds": ["3", "1"], "MRR %": ["24.0 +- 1.3 [23, 25]", "9.1"]}
+    heading, *lines = comparison.in_columns(columns, 80).splitlines()
+    assert heading.split() == ["optimizer", "seeds", "MRR", "%"]
+    assert all(line.startswith("Adam ns_exponent -0.5 epochs 20  ") for line in lines[::2])
+    assert lines[1::2] == [f"  batch_size 32 betas [{beta}, 0.99]" for beta in (0, 0.5)]
+    assert [line.split()[-2:] for line in lines[::2]] == [["3", "24.0±1.3"], ["1", "9.1"]]
+
+
+def test_rows_that_differ_in_arguments_are_named_by_them(tmp_path):
+    for beta in (0.0, 0.5):
+        betas = f"optimizer.args.betas=[{beta}, 0.99]"
+        write_run(tmp_path / str(beta), scores_of(0.25 + beta), "optimizer.lr=0.1", betas)
+    names = [row.name for row in rows_of(tmp_path)]
+    assert names == ["Adam betas [0.5, 0.99]", "Adam betas [0.0, 0.99]"]
+
+
 def with_answers(accuracy, seed, size=400):
     """Return scores with answers to questions, the easiest ones first."""
     right = np.arange(size) < accuracy * size

@@ -64,9 +64,11 @@ def everything(folder):
 
 @pytest.mark.parametrize("answer", ["n\n", "", "no\n"])
 def test_nothing_is_removed_without_a_yes(folder, capsys, monkeypatch, answer):
+    script = folder / "runs" / "plotly.min.js"
+    script.touch()  # which runs/* names too
     before = everything(folder)
     runs = ["runs/done", "--caches"]
-    assert cli.main(["clean", *runs, "--dry-run"]) == 0
+    assert cli.main(["clean", str(script), *runs, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "  runs/done\n" in shown and "data/cache/my-" in shown
     assert cli.main(["clean", *runs]) == 2  # no terminal to ask in

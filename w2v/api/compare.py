@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -27,7 +26,7 @@ from w2v.api.cli import make_parser
 from w2v.api.train import as_arguments, sort_settings
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.system import console
-from w2v.system.files import as_json, atomic_write, refused
+from w2v.system.files import as_json, atomic_write
 from w2v.system.process import describe_environment
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
@@ -38,6 +37,7 @@ from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import datasets, evaluate, export, runs
 from w2v.vectors import report as pages
 from w2v.vectors.datasets import ITEM_SCORES, PAIR_SETS, EvaluationError, Further, set_name
+from w2v.vectors.runs import Comparison
 
 log = logging.getLogger("w2v")
 # No checkpoints; scores and losses at many points, for the curves.
@@ -247,34 +247,10 @@ def by_name(paths: Iterable[str]) -> dict[str, str]:
     return named
 
 
-class Compared(runs.Comparison):
-    """A comparison that is printed as a table with its verdicts."""
-
-    @classmethod
-    def of_runs(cls, found: Sequence[runs.Run]) -> Compared:
-        """Compare runs; the first verdicts say what popular items score."""
-        rows, columns, verdicts = runs.Comparison.of(found)
-        lines = {}
-        for run in found:
-            for name in run.scores["questions"].keys() & set(ITEM_SCORES):
-                file = run.folder / "scores.json"
-                with refused(runs.RunError, f"{file} is damaged", "train the run again"):
-                    scored = json.loads(file.read_text(encoding="utf-8"))["questions"][name]
-                    share = f"{scored['sections'][1]['accuracy']:.1%}".replace("%", " %")
-                text = run.settings["corpus.path"]
-                lines[text, name] = f"{name} of popular items in {text}: {share}"
-        return cls(rows, columns, [lines[key] for key in sorted(lines)] + verdicts)
-
-    def __str__(self) -> str:
-        width = min(shutil.get_terminal_size((120, 24)).columns, 120)
-        table = runs.in_columns(self.columns, width)
-        return "\n".join([table, "", *self.verdicts]).rstrip()
-
-
-def write(trained: Sequence[runs.Run], folder: Path) -> Compared:
+def write(trained: Sequence[runs.Run], folder: Path) -> Comparison:
     """Write the table, the runs and the page; return the comparison."""
     folder.mkdir(parents=True, exist_ok=True)
-    compared = Compared.of_runs(trained)
+    compared = Comparison.of(trained)
     lines = [runs.markdown(compared.columns)]
     lines += [f"\n{runs.markup(line)}" for line in compared.verdicts]
     atomic_write(folder / "table.md", "\n".join(lines) + "\n")
@@ -287,12 +263,12 @@ def write(trained: Sequence[runs.Run], folder: Path) -> Compared:
     return compared
 
 
-def report(paths: Iterable[str | Path], folder: Path | None = None) -> Compared:
+def report(paths: Iterable[str | Path], folder: Path | None = None) -> Comparison:
     """Compare the runs that paths name; write the result to a folder."""
     found = [runs.read(path) for path in runs.find_all(paths)]
     if folder:
         return write(found, folder)
-    return Compared.of_runs(found)
+    return Comparison.of(found)
 
 
 def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -334,7 +310,7 @@ def compare(
     pairs: Sequence[str] = (),
     to: str | Path | None = None,
     **keys: Any,
-) -> Compared:
+) -> Comparison:
     """Train configs with several seeds and compare them, or compare runs.
 
         print(w2v.compare(["adam", "sgd"], "my.txt", seeds=[1, 2, 3], epochs=10))
@@ -369,7 +345,7 @@ def compare(
         return compare_as(options)[0]
 
 
-def compare_as(options: argparse.Namespace) -> tuple[Compared, Path | None]:
+def compare_as(options: argparse.Namespace) -> tuple[Comparison, Path | None]:
     """Return the comparison of command-line options, and its folder if any."""
     if any(map(names_runs, options.settings)):
         check_not_trained(options)

@@ -43,12 +43,10 @@ def list_runs(options: argparse.Namespace) -> None:
 
 def clean(options: argparse.Namespace) -> None:
     """Remove run folders and cached texts after a question."""
-    targets = []
-    for path in options.runs:
-        if (Path(path) / "runs.csv").is_file():  # a comparison
-            targets.append(Path(path))
-        else:
-            targets += runs.find_all([path], "config.yaml")
+    targets = [Path(path) for path in options.runs if (Path(path) / "runs.csv").is_file()]
+    others = [path for path in options.runs if Path(path) not in targets]  # no comparisons
+    if others:
+        targets += runs.find_all(others, "config.yaml")
     caches = []
     if options.caches:
         caches = cached_texts(options.caches)

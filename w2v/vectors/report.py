@@ -8,28 +8,27 @@ escaped. scikit-learn is imported where it is used: that takes a second.
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import os
-import shutil
 import unicodedata
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import product
 from pathlib import Path
-from string import Template
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from jinja2 import Template
+from markupsafe import escape
 
-from w2v.system.files import atomic_path, atomic_write, printable
+from w2v.system.files import atomic_write, printable
 from w2v.text.vocab import Vocab
 from w2v.vectors import load, runs
 from w2v.vectors.datasets import RESTRICT_VOCAB
-from w2v.vectors.runs import SCRIPT, Comparison, Row, Run, markup
+from w2v.vectors.runs import SCRIPT, Comparison, Row, markup
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 CURVES = {  # title of each metric
@@ -39,7 +38,6 @@ CURVES = {  # title of each metric
     "words_per_s": "words per second",
 }
 # Readable on white and on black.
-GREY = "#808890"
 COLORS = ("#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8 #a8632a #6b7a90").split()
 DASHES = ("solid", "dash", "dot")  # after all colors
 MAP_WORDS = 10_000  # the most frequent ones
@@ -67,18 +65,15 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None, with_map: b
             several runs in the folder "pictures", or beside the file of vectors.
         with_map: Whether words have places on a map, which takes seconds.
     """
-    paths = list(paths)
-    for path in map(Path, paths):
-        if path.is_file() and path.name != SCRIPT:
-            if len(paths) > 1:
-                raise ReportError(f"{path} is a file of vectors; give it alone")
-            file = runs.picture_path([path.parent], f"{path.name}.html", to)
-            return write_page(Comparison([], {}, []), file, file.parent, with_map, path)
-    folders = runs.find_all(paths, "metrics.jsonl")
+    given = [Path(path) for path in paths if Path(path).name != SCRIPT]
+    for vectors in (path for path in given if path.is_file()):
+        if len(given) > 1:
+            raise ReportError(f"{vectors} is a file of vectors; give it alone")
+        file = runs.picture_path([vectors.parent], f"{vectors.name}.html", to)
+        return write_page(Comparison([], {}, []), file, file.parent, with_map, vectors)
+    folders = runs.find_all(given, "metrics.jsonl")
     file = runs.picture_path(folders, "report.html", to)
-    shared = file.parent
-    if to is None:
-        shared = folders[0].parent
+    shared = folders[0].parent if to is None else file.parent
     return write_page(Comparison.of([runs.read(path) for path in folders]), file, shared, with_map)
 
 
@@ -93,81 +88,52 @@ def write_page(
 
     vectors: A run folder or file; by default that of the best run that has vectors.
     """
-    script = _script()
+    try:  # without plotly's slow import
+        script = distribution("plotly").locate_file(f"plotly/package_data/{SCRIPT}")
+    except PackageNotFoundError:
+        raise ReportError("report.html needs plotly: pip install plotly") from None
     file.parent.mkdir(parents=True, exist_ok=True)
     shown = shared / SCRIPT
-    if not shown.is_file() or shown.stat().st_size != script.stat().st_size:
-        with atomic_path(shown) as part:
-            shutil.copyfile(script, part)
-    rows = compared.rows
+    content = Path(str(script)).read_bytes()
+    if not shown.is_file() or shown.stat().st_size != len(content):
+        atomic_write(shown, content)
+    rows, columns, verdicts = compared
     folders = [run.folder for row in rows for run in row.runs]
     vectors = vectors or next((at for at in folders if (at / "vectors.kv").exists()), None)
     words = file.with_suffix(".js")
     if vectors:
         found = json.dumps(_words(vectors, with_map), separators=(",", ":"))
         atomic_write(words, f"showWords({found});\n")
-    figures = {"curves": _curves(rows), "scores": _scores(rows)}
-    texts = sorted({row.settings["corpus.path"] for row in rows})
-    page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=_text(", ".join(texts) if rows else file.stem),
-        comparison=_comparison(compared) if rows else "",
-        compared="" if rows else "hidden",
-        hidden="" if vectors else "hidden",
-        # A "<" could end the script element.
-        figures=json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c"),
+    _, *headings = columns or [""]  # without that of names
+    cells = zip(*(columns[heading] for heading in headings), strict=True)
+    page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, finalize=_shown)
+    html = page.render(
+        title=", ".join(sorted({row.settings["corpus.path"] for row in rows})) or file.stem,
+        rows=list(zip(rows, cells, strict=True)),
+        headings=headings,
+        best=len(rows) > 1 and runs.quality(rows[0].runs) > runs.UNSCORED and rows[0],
+        verdicts=verdicts,
+        curves=_curves(rows),
+        palette=COLORS,
         plotly=quote(os.path.relpath(shown, file.parent)),
-        words=f'<script src="{quote(words.name)}" defer></script>' if vectors else "",
-        palette=json.dumps(COLORS),
+        words=quote(words.name) if vectors else "",
     )
-    atomic_write(file, page)
+    atomic_write(file, html)
     return file
 
 
-def _script() -> Path:
-    """Return the script of the installed plotly, without its slow import."""
-    try:
-        return Path(str(distribution("plotly").locate_file(f"plotly/package_data/{SCRIPT}")))
-    except PackageNotFoundError:
-        raise ReportError("report.html needs plotly: pip install plotly") from None
+def _shown(value: Any) -> Any:
+    """Return text without control characters, as a page shows it."""
+    return printable(value.replace(" +- ", " ± "), keep="\n") if type(value) is str else value
 
 
-def _comparison(compared: Comparison) -> str:
-    """Return the table of rows, verdicts, and folded settings."""
-    rows, columns, verdicts = compared
-    marked = [
-        f'<i style="background: {COLORS[number % len(COLORS)]}"></i>{_text(row.name)}'
-        for number, row in enumerate(rows)
-    ]
-    if len(rows) > 1 and runs.quality(rows[0].runs) > runs.UNSCORED:
-        marked[0] += ' <b title="best by the mean of its scores">★</b>'
-    table = {"": marked}
-    for heading in list(columns)[1:]:
-        table[heading] = [_text(cell.replace(" +- ", " ± ")) for cell in columns[heading]]
-    lines = "".join(f"<li>{_text(line)}</li>" for line in verdicts)
-    details = "".join(_details(run) for row in rows for run in row.runs)
-    settings = f"<details><summary>settings of each run</summary>{details}</details>"
-    return f"{_table(table)}<ul>{lines}</ul>{settings}"
-
-
-def _table(columns: Mapping[str, Iterable[str]]) -> str:
-    """Return cells of HTML as a table that scrolls by itself."""
-    head = "".join(f"<th>{heading}</th>" for heading in map(_text, columns))
-    rows = zip(*columns.values(), strict=True)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>{body}</table></div>'
-
-
-def _details(run: Run) -> str:
-    """Return the hardware and all settings of a run."""
-    lines = [runs.environment(run.folder).strip()]
-    lines += [f"{key}={value}" for key, value in run.settings.items()]
-    return (
-        f"<h3>{_text(run.folder.absolute().name)}</h3><pre>{html.escape(chr(10).join(lines))}</pre>"
-    )
+def _name(text: str) -> str:
+    """Return text for plotly and SVG, which read it as HTML."""
+    return str(escape(printable(text)))
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return plotly's figure of all metrics, by words and by seconds."""
+    """Return plotly's figure of all metrics: means and bands of seeds."""
     traces: list[dict[str, Any]] = []
     axes: dict[str, Any] = {}
     named = set()  # rows that the legend has
@@ -178,50 +144,27 @@ def _curves(rows: Sequence[Row]) -> dict[str, Any]:
         panel = len(axes) + 1
         axes[f"yaxis{panel}"] = {"title": {"text": title}, "automargin": True}
         for number, (row, curve) in enumerate(zip(rows, curves, strict=True)):
-            if curve:
-                shared = {"xaxis": f"x{panel}", "yaxis": f"y{panel}", "legendgroup": number}
-                for trace in _line(row, number, curve):
-                    traces.append(trace | shared | {"showlegend": number not in named})
-                    named.add(number)
+            if not curve:
+                continue
+            points = {key: [float(f"{value:.6g}") for value in curve[key]] for key in curve}
+            along = {axis: points[axis] for axis in ("words", "seconds")}
+            color = COLORS[number % len(COLORS)]
+            line = {"color": color, "dash": DASHES[number // len(COLORS) % len(DASHES)]}
+            trace: dict[str, Any] = {
+                "xaxis": f"x{panel}",
+                "yaxis": f"y{panel}",
+                "legendgroup": number,
+            }
+            trace |= {"name": _name(row.name), "line": line, "mode": "lines+markers", "meta": along}
+            traces.append(trace | {"y": points["mean"], "showlegend": number not in named})
+            named.add(number)
+            if len(row.runs) > 1:
+                # Along the highest values, and back along the lowest ones.
+                band: dict[str, Any] = {"y": points["high"] + points["low"][::-1], "mode": "none"}
+                band |= {"meta": {axis: at + at[::-1] for axis, at in along.items()}}
+                band |= {"fill": "toself", "fillcolor": f"{color}33", "hoverinfo": "skip"}
+                traces.append(trace | band | {"showlegend": False})
     return {"data": traces, "layout": axes}
-
-
-def _line(row: Row, number: int, curve: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return the mean of a row's seeds, and the band of several."""
-    points = {key: [float(f"{value:.6g}") for value in curve[key]] for key in curve}
-    color = COLORS[number % len(COLORS)]
-    dash = DASHES[number // len(COLORS) % len(DASHES)]
-    along = {axis: points[axis] for axis in ("words", "seconds")}
-    line: dict[str, Any] = {"name": _text(row.name), "y": points["mean"], "meta": along}
-    line |= {"line": {"color": color, "dash": dash}, "mode": "lines+markers", "marker": {"size": 4}}
-    if len(row.runs) == 1:
-        return [line]
-    # Along the highest values, and back along the lowest ones.
-    around = {axis: at + at[::-1] for axis, at in along.items()}
-    band = {"y": points["high"] + points["low"][::-1], "meta": around, "hoverinfo": "skip"}
-    return [line, band | {"fill": "toself", "fillcolor": f"{color}33", "mode": "none"}]
-
-
-def _scores(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return plotly's bars of scores with 95 % intervals over items."""
-    traces: list[dict[str, Any]] = []
-    for number, row in enumerate(rows):
-        ends = np.array(list(row.intervals.values())).reshape(-1, 2)
-        scales = [100 / runs.scale(heading) for heading in row.intervals]
-        values = [100 * float(np.nanmean(row.items[heading])) for heading in row.intervals]
-        low, high = np.abs(ends.T * scales - values).tolist()
-        error = {"array": high, "arrayminus": low, "thickness": 1.5, "width": 4, "color": GREY}
-        trace = {"name": _text(row.name), "x": values, "error_x": error, "type": "bar"}
-        trace |= {"y": [_text(heading.removesuffix(" %")) for heading in row.intervals]}
-        traces.append(
-            trace | {"orientation": "h", "marker": {"color": COLORS[number % len(COLORS)]}}
-        )
-    layout = {
-        "height": 150 + 18 * sum(len(trace["x"]) for trace in traces),
-        "xaxis": {"title": {"text": "% right, 100 x correlation; 95 % intervals"}},
-        "yaxis": {"autorange": "reversed", "automargin": True},
-    }
-    return {"data": traces, "layout": layout}
 
 
 def _words(vectors: Path, with_map: bool) -> dict[str, Any]:
@@ -240,10 +183,6 @@ def _words(vectors: Path, with_map: bool) -> dict[str, Any]:
             places = [[float(f"{place:.4g}") for place in column] for column in places_N2.T]
             found |= {"x": places[0], "y": places[1], "groups": group_N.tolist()}
     return found
-
-
-def _text(value: object) -> str:
-    return html.escape(printable(str(value)))
 
 
 def word_map(kv: load.Words, file: Path, words: int) -> Path:
@@ -265,19 +204,15 @@ def word_map(kv: load.Words, file: Path, words: int) -> Path:
         letters = len(word) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in word)
         columns = range(int(x / 8), int((x + 10 + 0.6 * size * letters) / 8) + 1)
         cells = set(product(columns, (int(y / 16), int(y / 16) + 1)))
-        name = ""
+        shown = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{_name(word)}</title></circle>'
         if taken.isdisjoint(cells):
             taken |= cells
-            name = (
-                f'<text x="{x + 5:.0f}" y="{y + 5:.0f}" font-size="{size:.0f}">{_text(word)}</text>'
-            )
-        dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{_text(word)}</title></circle>'
-        parts.append(f'<g fill="{COLORS[group_N[rank]]}">{dot}{name}</g>\n')
-    head = (
-        f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE} {SIDE}" font-family="sans-serif"'
-    )
+            place = f'x="{x + 5:.0f}" y="{y + 5:.0f}" font-size="{size:.0f}"'
+            shown += f"<text {place}>{_name(word)}</text>"
+        parts.append(f'<g fill="{COLORS[group_N[rank]]}">{shown}</g>\n')
+    head = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE} {SIDE}"'
     file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, f"<svg {head}>\n{''.join(parts)}</svg>\n")
+    atomic_write(file, f"<svg {head} font-family='sans-serif'>\n{''.join(parts)}</svg>\n")
     return file
 
 
@@ -289,24 +224,19 @@ def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
         few = f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing"
         raise ReportError(f"{few}; take 4 words or more, of 2 dimensions or more")
-    centered_ND = vectors_ND - vectors_ND.mean(0)
-    unit_ND = import_module("sklearn.preprocessing").normalize(centered_ND)
+    unit_ND = import_module("sklearn.preprocessing").normalize(vectors_ND - vectors_ND.mean(0))
     first_LD = unit_ND[:LANDMARKS]
-    perplexity = min(PERPLEXITY, (len(first_LD) - 1) / 3)
+    count = len(first_LD)
     tsne = import_module("sklearn.manifold").TSNE(
-        perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0
+        perplexity=min(PERPLEXITY, (count - 1) / 3), max_iter=TSNE_STEPS, random_state=0
     )
-    kinds = min(GROUPS, len(first_LD))
-    kmeans = import_module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
+    kmeans = import_module("sklearn.cluster").KMeans(min(GROUPS, count), n_init=1, random_state=0)
+    regressor = import_module("sklearn.neighbors").KNeighborsRegressor
+    near = regressor(min(NEAR_LANDMARKS, count), weights="distance")
     # On busy cores, threads wait for each other and take six times as long.
     with import_module("threadpoolctl").threadpool_limits(1):
-        places_L2 = tsne.fit_transform(first_LD)
-        group_N = kmeans.fit(first_LD).predict(unit_ND)
-        near = import_module("sklearn.neighbors").KNeighborsRegressor(
-            min(NEAR_LANDMARKS, len(first_LD)), weights="distance"
-        )
-        places_N2 = near.fit(first_LD, places_L2).predict(unit_ND)
-    return places_N2, group_N
+        near.fit(first_LD, tsne.fit_transform(first_LD))
+        return near.predict(unit_ND), kmeans.fit(first_LD).predict(unit_ND)
 
 
 def write_card(folder: Path, vocab: Vocab) -> None:
@@ -316,8 +246,6 @@ def write_card(folder: Path, vocab: Vocab) -> None:
     # Settings, scores and costs, as `w2v compare` has them, a row for each.
     columns = runs.table(runs.rows([run]), tested=False).items()
     figures = "\n".join(f"| {markup(name)} | {markup(cell)} |" for name, [cell] in columns)
-    lines = [line.partition(" ") for line in runs.environment(folder).splitlines()]
-    environment = "\n".join(f"| {markup(name)} | {markup(value)} |" for name, _, value in lines)
     path = markup(settings["corpus.path"])
     card = f"""# Word vectors of {path}
 
@@ -333,8 +261,11 @@ vectors.most_similar({vocab.words[0]!r})
 | text | {path}: {vocab.raw_words:,} words, {vocab.raw_types:,} distinct |
 | vocabulary | {len(vocab.words):,} words; min_count {settings["vocab.min_count"]} |
 | training | {run.scores["words"]:,} words in {run.scores["seconds"]:.1f} s |
-{environment}
 {figures}
+
+```
+{run.environment.rstrip()}
+```
 
 Analogies are Google's, answered among the {RESTRICT_VOCAB:,} most frequent words, by gensim's
 protocol; those of unknown words are not counted. Word pairs have Spearman's correlation with human

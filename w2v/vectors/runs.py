@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import io
 import json
 import logging
 import math
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,19 +25,21 @@ import numpy as np
 from w2v.config import flat_config, load_config
 from w2v.system.files import nearest, printable, refused
 from w2v.vectors import significance
-from w2v.vectors.datasets import title
+from w2v.vectors.datasets import ITEM_SCORES, title
 
 log = logging.getLogger("w2v")
 SCRIPT = "plotly.min.js"  # beside run folders
 VISIBLE = "[!.]*"  # folders: killed processes leave hidden ones
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
 Columns = dict[str, list[str]]  # cells by heading
+ARGUMENTS = "optimizer.args"  # settings of their own
 UNSCORED = (-1.0, -math.inf)  # quality
 TESTED = 10  # rows beside the best one
 
 # What is read of a run folder: the default of each key, which tells its type; None is a number that
 # may be missing. Any other value, such as NaN, is replaced by the default. `...` is any key.
-QUESTIONS = {"total": {"accuracy": None, "counted": None}, "answers": ""}
+SHARE = {"accuracy": None, "counted": None}
+QUESTIONS = {"total": SHARE, "answers": "", "sections": [SHARE]}
 SCORES = {
     "diverged": "",  # the reason
     "analogies": QUESTIONS,
@@ -62,36 +65,36 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has written.
-
-    An unfinished run has the default scores; one that diverged has the reason "diverged".
-    """
+    """What a run has written; an unfinished one has the default scores."""
 
     folder: Path
     settings: dict[str, Any]  # the config by dotted name, such as "optimizer.lr"
     scores: dict[str, Any]  # as in SCORES
     metrics: list[dict[str, Any]]  # as in LINE
+    environment: str = ""  # versions and hardware
 
-    @property
+    @cached_property
     def sets(self) -> dict[str, tuple[float | None, str]]:
         """Score (a share) and answers of each set by its heading."""
-        questions = {"analogies": self.scores["analogies"], **self.scores["questions"]}
         similarity = self.scores["similarity"]
         found = {title(name): (of["spearman"], of["answers"]) for name, of in similarity.items()}
-        for name, of in questions.items():
-            accuracy = of["total"]["accuracy"]
-            if not of["total"]["counted"]:
-                accuracy = None
-            found[f"{name} %"] = accuracy, of["answers"]
+        for name, of in {"analogies": self.scores["analogies"], **self.scores["questions"]}.items():
+            total = of["total"]
+            found[f"{name} %"] = total["accuracy"] if total["counted"] else None, of["answers"]
         return {"analogies %": found.pop("analogies %"), **found}
 
-    def curve(self, name: str) -> list[tuple[float, float, float]]:
-        """Return the points (words, seconds, metric).
+    @property
+    def popular(self) -> dict[str, float]:
+        """Scores of the most frequent items, which others must exceed."""
+        scored = {name: of["sections"][1:] for name, of in self.scores["questions"].items()}
+        return {name: scored[name][0]["accuracy"] or 0 for name in ITEM_SCORES if scored.get(name)}
 
-        The last one is the final score. Means of epochs are used where the run has recorded them.
+    def curve(self, name: str) -> list[tuple[float, float, float]]:
+        """Return points (words, seconds, metric); the last is the final score.
+
+        Means of epochs are used where the run has recorded them.
         """
-        final = {key: self.scores[key] for key in ("words", "seconds", "loss", "held_out_loss")}
-        final["analogies"] = self.sets["analogies %"][0]
+        final = self.scores | {"analogies": self.sets["analogies %"][0]}
         epochs = [line for line in self.metrics if None not in (line["epoch"], line[name])]
         points = {}
         for line in [*(epochs or self.metrics), final]:
@@ -105,8 +108,7 @@ def mean_curve(runs: Sequence[Run], name: str) -> dict[str, np.ndarray]:
     """Return the mean curve of seeds and its range: columns of points, or {}.
 
     Seeds are averaged at equal words, as their seconds differ: the curve ends with the means of
-    their final words, seconds and scores. Seeds that have not got as far, such as diverged ones,
-    are left out.
+    their final words, seconds and scores. Seeds that have not got as far are left out.
     """
     curves = [np.array(points).T for run in runs if (points := run.curve(name))]
     if not curves:
@@ -115,8 +117,9 @@ def mean_curve(runs: Sequence[Run], name: str) -> dict[str, np.ndarray]:
     curves = [curve for curve in curves if curve[0, -1] == last]
     words_P = np.unique(np.concatenate([curve[0] for curve in curves]))
     words_P = words_P[words_P >= max(curve[0, 0] for curve in curves)]
-    seconds_SP = np.array([np.interp(words_P, words, at) for words, at, _ in curves])
-    value_SP = np.array([np.interp(words_P, words, values) for words, _, values in curves])
+    seconds_SP, value_SP = (
+        np.array([np.interp(words_P, curve[0], curve[n]) for curve in curves]) for n in (1, 2)
+    )
     columns = {"words": words_P, "seconds": seconds_SP.mean(0), "mean": value_SP.mean(0)}
     return columns | {"low": value_SP.min(0), "high": value_SP.max(0)}
 
@@ -136,8 +139,7 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
         return newest.parent
     folder = Path(run)
     if not folder.exists():
-        near = nearest(folder.name, (path.name for path in folder.parent.glob("*")))
-        if near:
+        if near := nearest(folder.name, (path.name for path in folder.parent.glob("*"))):
             raise RunError(f"{run} does not exist; did you mean {folder.parent / near}?")
         raise RunError(f"{run} does not exist; name a run, such as latest")
     if (folder / file).is_file():
@@ -149,10 +151,9 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
 
 
 def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
-    """Return the run folders that paths name.
+    """Return the run folders of paths: of runs, of their parents, or "latest".
 
-    A path is a run folder, a folder of run folders, or "latest". Folders without any
-    `file` are left out with a warning, as are files; it is an error if none has one.
+    Paths without any `file` are left out with a warning; it is an error if none has one.
     """
     folders: list[Path] = []
     without: list[str] = []
@@ -172,59 +173,47 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
 
 
 def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = None) -> Path:
-    """Return the file for a picture of runs.
+    """Return the file for a picture of runs: `to`, or `name` in it.
 
-    That is `to`, or `name` in the folder `to`; by default `name` in the run folder, or for
-    several runs in the folder "pictures" beside the first.
+    By default it is in the run folder, or in "pictures" beside the first of several.
     """
-    if to is None and len(folders) > 1:
-        return folders[0].parent / "pictures" / name
-    path = Path(to or folders[0])
-    if to is None or path.is_dir():
-        path /= name
-    return path
+    folder = folders[0].parent / "pictures" if len(folders) > 1 else folders[0]
+    path = Path(to or folder)
+    return path / name if to is None or path.is_dir() else path
 
 
 def read(folder: Path) -> Run:
-    """Read config.yaml, metrics.jsonl and, if present, scores.json."""
-    with refused(
-        RunError, f"{folder} is not a whole run folder", "leave it out, or train it again"
-    ):
-        _text_of(folder / "config.yaml")
+    """Read config.yaml, metrics.jsonl and what else the run has written."""
+    texts = dict.fromkeys(("metrics.jsonl", "scores.json", "env.txt"), "")
+    metrics = []
+    remedy = "leave it out, or train it again"
+    with refused(RunError, f"{folder} is not a whole run folder", remedy):
+        for file in (folder / name for name in ("config.yaml", *texts)):
+            if file.exists() and not file.is_file():  # a pipe could be read forever
+                raise ValueError(f"{file} is not a file")
+            if file.exists() or file.name in ("config.yaml", "metrics.jsonl"):
+                texts[file.name] = file.read_text(encoding="utf-8", errors="replace")
         config = load_config([folder / "config.yaml"], trains=False)
-        scores: dict[str, Any] = {}
-        if (folder / "scores.json").exists():
-            scores = dict(json.loads(_text_of(folder / "scores.json")))
-        metrics = _read_lines(folder / "metrics.jsonl")
-    settings = flat_config(config) | {"corpus.path": config.corpus.paths}
-    return Run(folder, settings, _fitted(scores, SCORES), metrics)
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl without the lines that are damaged."""
-    lines = []
+        scores = dict(json.loads(texts["scores.json"] or "{}"))
     # A run that still trains, or was killed, may leave its last line half-written.
-    whole = _text_of(file).split("\n")[:-1]
+    whole = texts["metrics.jsonl"].split("\n")[:-1]
     for line in whole:
         with contextlib.suppress(ValueError, RecursionError):
-            lines.append(_fitted(json.loads(line), LINE))
-    if damaged := len(whole) - len(lines):
-        log.warning(f"{file}: {damaged} of {len(whole)} lines are damaged and left out")
-    return lines
-
-
-def _text_of(file: Path) -> str:
-    """Return the text of a file; a pipe of this name could be read forever."""
-    if not file.is_file():
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
-    return file.read_text(encoding="utf-8", errors="replace")
+            metrics.append(_fitted(json.loads(line), LINE))
+    if damaged := len(whole) - len(metrics):
+        left_out = f"{damaged} of {len(whole)} lines are damaged and left out"
+        log.warning(f"{folder / 'metrics.jsonl'}: {left_out}")
+    settings = flat_config(config) | {"corpus.path": config.corpus.paths}
+    return Run(folder, settings, _fitted(scores, SCORES), metrics, texts["env.txt"])
 
 
 def _fitted(value: Any, shape: Any) -> Any:
     """Return what fits a shape such as SCORES, and defaults for the rest."""
+    if isinstance(shape, (dict, list)) and not isinstance(value, type(shape)):
+        value = type(shape)()
+    if isinstance(shape, list):
+        return [_fitted(item, shape[0]) for item in value]
     if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            value = {}
         if ... in shape:
             return {key: _fitted(value[key], shape[...]) for key in value}
         return {key: _fitted(value.get(key), shape[key]) for key in shape}
@@ -232,13 +221,6 @@ def _fitted(value: Any, shape: Any) -> Any:
     if isinstance(value, str) == isinstance(shape, str) and (is_number or isinstance(value, str)):
         return value
     return shape
-
-
-def environment(folder: Path) -> str:
-    """Return versions and hardware of a run, or nothing."""
-    with contextlib.suppress(FileNotFoundError):
-        return _text_of(folder / "env.txt")
-    return ""
 
 
 def scale(heading: str) -> int:
@@ -251,13 +233,10 @@ def figures(run: Run) -> dict[str, float | None]:
     scores = run.scores
     found: dict[str, float | None] = {"held-out loss": scores["held_out_loss"]}
     for heading, (score, _) in run.sets.items():
-        found[heading] = score
-        if score is not None:
-            found[heading] = score * scale(heading)
-    seconds, words = scores["seconds"], scores["words"]
-    found["M words/s"] = (words or 0) / (seconds or math.inf) / 1e6 or None
-    found |= {"seconds": seconds or None, "loss": scores["loss"]}
-    found["questions"] = scores["analogies"]["total"]["counted"]
+        found[heading] = None if score is None else score * scale(heading)
+    speed = (scores["words"] or 0) / (scores["seconds"] or math.inf) / 1e6
+    found |= {"M words/s": speed or None, "seconds": scores["seconds"] or None}
+    found |= {"loss": scores["loss"], "questions": scores["analogies"]["total"]["counted"]}
     for name in ("host", "GPU"):
         found[f"{name} MiB"] = (scores[f"bytes_{name.lower()}"] or 0) / 2**20 or None
     return found
@@ -286,20 +265,14 @@ class Row:
                     if np.isfinite(items_I).any():
                         of_seeds.setdefault(heading, []).append(items_I)
         # Without sets that have changed between the runs.
-        return {
-            heading: np.mean(items_SI, axis=0)
-            for heading, items_SI in of_seeds.items()
-            if len(set(map(len, items_SI))) == 1
-        }
+        same = {name: seeds for name, seeds in of_seeds.items() if len({*map(len, seeds)}) == 1}
+        return {heading: np.mean(items_SI, axis=0) for heading, items_SI in same.items()}
 
     @cached_property
     def intervals(self) -> dict[str, tuple[float, float]]:
         """95 % intervals of scores by their heading, and in its unit."""
-        found = {}
-        for heading, items_I in self.items.items():
-            if ends := significance.interval(items_I * scale(heading)):
-                found[heading] = ends
-        return found
+        ends = {name: significance.interval(of * scale(name)) for name, of in self.items.items()}
+        return {heading: pair for heading, pair in ends.items() if pair}
 
     def test(self, other: Row) -> significance.Test:
         """Test the difference to another row, over equal seeds and over items."""
@@ -324,13 +297,9 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
     """
     if any(run.scores["diverged"] for run in runs):
         return -math.inf, -math.inf
-    means = []
-    losses = []
-    for run in runs:
-        scores = [score for score, _ in run.sets.values() if score is not None]
-        means.append(mean(scores or [-1]))
-        losses.append(run.scores["held_out_loss"] or math.inf)
-    return mean(means), -mean(losses)
+    scores = [[score for score, _ in run.sets.values() if score is not None] for run in runs]
+    losses = [run.scores["held_out_loss"] or math.inf for run in runs]
+    return mean(mean(of_run or [-1]) for of_run in scores), -mean(losses)
 
 
 def rows(runs: Sequence[Run]) -> list[Row]:
@@ -343,17 +312,21 @@ def rows(runs: Sequence[Run]) -> list[Row]:
         items = run.settings.items()
         settings = {key: value for key, value in items if not key.startswith(NO_SETTING)}
         groups.setdefault(json.dumps(settings, sort_keys=True), Row(settings, [])).runs.append(run)
-    several = len({run.settings["corpus.path"] for run in runs}) > 1
+
+    def called(run: Run) -> str:
+        return run.settings["run.name"] or run.settings["optimizer.name"]
 
     def rank(row: Row) -> tuple[float, float]:
-        if several:
-            return quality([run for run in runs if _name(run) == _name(row.runs[0])])
-        return quality(row.runs)
+        if len({run.settings["corpus.path"] for run in runs}) == 1:
+            return quality(row.runs)
+        return quality([run for run in runs if called(run) == called(row.runs[0])])
 
     ranked = sorted(groups.values(), key=rank, reverse=True)
-    names = [row.settings["optimizer.name"] for row in ranked]
-    for key in ranked[0].settings:
-        values = [_text(row.settings[key]) for row in ranked]
+    # The optimizer and, as long as that tells more rows apart, further settings.
+    flat = [{**row.settings, **row.settings[ARGUMENTS]} for row in ranked]
+    names = [settings.pop("optimizer.name") for settings in flat]
+    for key in dict.fromkeys(key for settings in flat for key in settings if key != ARGUMENTS):
+        values = [_text(settings.get(key)) for settings in flat]
         last = key.rpartition(".")[2]
         longer = [f"{name} {last} {value}" for name, value in zip(names, values, strict=True)]
         if len(set(longer)) > len(set(names)):
@@ -363,21 +336,18 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     return ranked
 
 
-def _name(run: Run) -> str:
-    return run.settings["run.name"] or run.settings["optimizer.name"]
-
-
 def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     """Return the columns of the comparison, the most important ones first.
 
     A figure that no run has is left out. If `tested`, which takes a second for SciPy, scores have
     95 % intervals.
     """
-    columns = {"optimizer": [row.name for row in compared]}
     seeds = [{run.settings["train.seed"] for run in row.runs} for row in compared]
+    columns = {"optimizer": [row.name for row in compared]}
     columns["seeds"] = [str(len(of_row)) for of_row in seeds]
-    headings = dict.fromkeys(name for row in compared for run in row.runs for name in figures(run))
-    for heading in headings:
+    for heading in dict.fromkeys(
+        key for row in compared for run in row.runs for key in figures(run)
+    ):
         cells = [_cell(row, heading, tested) for row in compared]
         if set(cells) - {"-", "diverged"}:
             columns[heading] = cells
@@ -389,9 +359,9 @@ def table(compared: Sequence[Row], tested: bool = True) -> Columns:
 def _cell(row: Row, heading: str, tested: bool) -> str:
     """Return the mean of a figure over seeds, with deviation and interval."""
     form = next(FORMATS[end] for end in FORMATS if heading.endswith(end))
-    if any(run.scores["diverged"] for run in row.runs):
-        return "diverged"
     values = [value for run in row.runs if (value := figures(run).get(heading)) is not None]
+    if quality(row.runs) < UNSCORED:
+        return "diverged"
     if not values:
         return "-"
     text = f"{mean(values):{form}}"
@@ -404,7 +374,7 @@ def _cell(row: Row, heading: str, tested: bool) -> str:
 
 
 class Comparison(NamedTuple):
-    """Rows, best first, with their table and verdicts."""
+    """Rows, best first, with their table and verdicts, which it prints."""
 
     rows: list[Row]
     columns: Columns
@@ -414,7 +384,16 @@ class Comparison(NamedTuple):
     def of(cls, found: Sequence[Run]) -> Comparison:
         """Compare runs; tests take half a second for each row."""
         compared = rows(found)
-        return cls(compared, table(compared), verdicts(compared))
+        popular = [
+            f"{name} of popular items in {row.settings['corpus.path']}: {100 * share:.1f} %"
+            for row in compared
+            for name, share in row.runs[0].popular.items()
+        ]
+        return cls(compared, table(compared), [*sorted(set(popular)), *verdicts(compared)])
+
+    def __str__(self) -> str:
+        width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+        return "\n".join([in_columns(self.columns, width), "", *self.verdicts]).rstrip()
 
 
 def verdicts(compared: Sequence[Row]) -> list[str]:
@@ -423,64 +402,48 @@ def verdicts(compared: Sequence[Row]) -> list[str]:
     best: dict[str, Row] = {}  # by text
     for row in compared[: TESTED + 1]:
         first = best.setdefault(row.settings["corpus.path"], row)
-        if row is first or quality(row.runs) < UNSCORED:
-            continue  # the table says that it diverged
-        test = first.test(row)
-        line = f"{first.name} > {row.name} ({test})"
-        if test.is_noise:
-            line = f"{first.name} and {row.name} are not distinguishable ({test})"
-            hint = "nor would they be with 100 seeds"
-            if test.seeds < 2:
-                hint = "train more seeds"
-            elif test.more_seeds == 0:
-                hint = "these questions are too few"
-            elif test.more_seeds:
-                hint = f"about {test.more_seeds} more seeds would"
-            line += f"; {hint}"
-        elif test.seeds < 2:
-            line += "; other seeds may differ: train more"
-        lines.append(line)
+        if row is not first and quality(row.runs) >= UNSCORED:  # the table says if it diverged
+            lines.append(first.test(row).verdict(first.name, row.name))
     return lines
 
 
-def _text(value: Any) -> str:
-    """Return the value of a setting on one line."""
-    if isinstance(value, float):
-        return f"{value:g}"
+def _text(value: Any, guarded: bool = False) -> str:
+    """Return a value on one line; if `guarded`, not as a formula."""
     if isinstance(value, str):
-        return printable(value)
-    return json.dumps(value)
+        return printable("'" * (guarded and value.startswith(FORMULA)) + value)
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def aligned(columns: Columns) -> list[str]:
     """Return the lines of a table, numbers at the right of their columns."""
     padded = []
     for name, cells in columns.items():
-        align = str.ljust
-        if any(cell[:1].isdigit() for cell in cells):
-            align = str.rjust
-        column = [name, *cells]
-        width = max(map(len, column))
-        padded.append([align(cell, width) for cell in column])
+        align = str.rjust if any(cell[:1].isdigit() for cell in cells) else str.ljust
+        width = max(map(len, [name, *cells]))
+        padded.append([align(cell, width) for cell in (name, *cells)])
     return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def in_columns(columns: Columns, width: int) -> str:
-    """Format the columns of a table that fit a terminal."""
-    shown: Columns = {}
-    for name, cells in columns.items():
+    """Format the columns of a table that fit a terminal; wrap long names."""
+    (heading, names), *others = columns.items()
+    wrap = textwrap.TextWrapper(max(20, width // 2), subsequent_indent="  ", break_on_hyphens=False)
+    wrapped = [wrap.wrap(name) for name in names]
+    shown = {heading: [line for lines in wrapped for line in lines]}
+    for heading, cells in others:
         short = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]
-        if shown and max(map(len, aligned(shown | {name: short}))) > width:
+        pairs = zip(short, wrapped, strict=True)
+        column = [line for cell, lines in pairs for line in (cell, *[""] * (len(lines) - 1))]
+        if max(map(len, aligned(shown | {heading: column}))) > width:
             break
-        shown[name] = short
+        shown[heading] = column
     return "\n".join(aligned(shown))
 
 
 def markdown(columns: Columns) -> str:
     """Format a Markdown table; text from runs is shown as it is."""
-    lines = [[markup(name) for name in columns], ["---"] * len(columns)]
-    lines += [[markup(cell) for cell in cells] for cells in zip(*columns.values(), strict=True)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    lines = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(map(markup, cells))} |" for cells in lines)
 
 
 def markup(text: object) -> str:
@@ -495,22 +458,13 @@ def as_csv(runs: Sequence[Run]) -> str:
     """
     lines = []
     for run in runs:
-        line: dict[str, Any] = {}
-        for key, value in run.settings.items():
-            line[key] = _text(value)
-            if isinstance(value, str):
-                line[key] = _unformula(value)
+        line: dict[str, Any] = {key: _text(run.settings[key], guarded=True) for key in run.settings}
         line |= figures(run)
         for name, (low, high) in Row(run.settings, [run]).intervals.items():
             line |= {f"{name} low": low, f"{name} high": high}
-        lines.append({_unformula(key): value for key, value in line.items()})
+        lines.append({_text(key, guarded=True): value for key, value in line.items()})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()
     writer.writerows(lines)
     return file.getvalue()
-
-
-def _unformula(text: str) -> str:
-    """Quote a text for CSV that a spreadsheet would compute."""
-    return printable("'" * text.startswith(FORMULA) + text)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 LEVEL = 0.05  # below this p, a difference is not noise
-RESAMPLES = 999
-BATCH_ITEMS = 4_000_000  # of resamples that are in memory at once
+# Few samples are in memory at once; results repeat.
+SAMPLING: dict[str, Any] = {"n_resamples": 999, "batch": 32, "rng": 0}
 MOST_SEEDS = 100
 
 
@@ -23,16 +23,10 @@ def interval(items_I: np.ndarray) -> tuple[float, float] | None:
     counted_I = items_I[np.isfinite(items_I)]
     if len(counted_I) < 2:
         return None
-    found = import_module("scipy.stats").bootstrap(
-        (counted_I,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        batch=max(1, BATCH_ITEMS // len(counted_I)),
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    low, high = found.confidence_interval
-    return float(low), float(high)
+    bootstrap = import_module("scipy.stats").bootstrap
+    found = bootstrap((counted_I,), np.mean, method="percentile", **SAMPLING)
+    low, high = map(float, found.confidence_interval)
+    return low, high
 
 
 class Test(NamedTuple):
@@ -44,15 +38,24 @@ class Test(NamedTuple):
 
     @property
     def is_noise(self) -> bool:
-        """Return whether nothing shows a difference."""
+        """Whether nothing shows a difference."""
         return self.p is None or self.p >= LEVEL
 
     def __str__(self) -> str:
-        if self.p is None:
-            return "not tested"
-        if self.p < 0.001:
-            return "p < .001"
+        if self.p is None or self.p < 0.001:
+            return "not tested" if self.p is None else "p < .001"
         return f"p = {self.p:.2g}".replace("= 0.", "= .")
+
+    def verdict(self, better: str, worse: str) -> str:
+        """Return a sentence about two rows, and what would tell more."""
+        if not self.is_noise:
+            doubt = "; other seeds may differ: train more" * (self.seeds < 2)
+            return f"{better} > {worse} ({self}){doubt}"
+        hints = {None: "nor would they be with 100 seeds", 0: "these questions are too few"}
+        hint = hints.get(self.more_seeds, f"about {self.more_seeds} more seeds would")
+        if self.seeds < 2:
+            hint = "train more seeds"
+        return f"{better} and {worse} are not distinguishable ({self}); {hint}"
 
 
 def test(
@@ -62,11 +65,9 @@ def test(
     seeds = len(difference_S)
     tested = [p_over_seeds(difference_S), p_over_items(better, worse)]
     p = max((p for p in tested if p is not None), default=None)
-    for more in range(MOST_SEEDS - seeds):
-        p_of_more = p_over_seeds(difference_S, seeds + more)
-        if p_of_more is not None and p_of_more < LEVEL:
-            return Test(p, seeds, more)
-    return Test(p, seeds)
+    p_of_more = (p_over_seeds(difference_S, seeds + more) for more in range(MOST_SEEDS - seeds))
+    is_enough = (p is not None and p < LEVEL for p in p_of_more)
+    return Test(p, seeds, next((more for more, is_so in enumerate(is_enough) if is_so), None))
 
 
 def p_over_seeds(difference_S: np.ndarray, seeds: int | None = None) -> float | None:
@@ -96,18 +97,10 @@ def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarra
             difference_I = better[name] - worse[name]
             difference_I = difference_I[np.isfinite(difference_I)]
             differences.append(difference_I / max(1, len(difference_I)))  # each set counts alike
-    changed_I = np.concatenate(differences)
-    if not len(changed_I):
-        return None
-    changed_I = changed_I[changed_I != 0]
+    compared_I = np.concatenate(differences)
+    changed_I = compared_I[compared_I != 0]
     if len(changed_I) < 2:
-        return 1.0
-    found = import_module("scipy.stats").permutation_test(
-        (changed_I,),
-        np.sum,
-        permutation_type="samples",
-        n_resamples=RESAMPLES,
-        batch=max(1, BATCH_ITEMS // len(changed_I)),
-        rng=np.random.default_rng(0),
-    )
+        return 1.0 if len(compared_I) else None
+    test = import_module("scipy.stats").permutation_test
+    found = test((changed_I,), np.sum, permutation_type="samples", **SAMPLING)
     return float(found.pvalue)

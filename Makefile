@@ -92,7 +92,8 @@ test: $(TOOLS) ## run the tests that need no GPU
 test-faults: $(TOOLS) ## kill runs 170 times, try 2,600 random inputs and damages; ten minutes
 	W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 W2V_DAMAGES=500 W2V_SLOW=1 $(TEST_ON_CPU) -m "not gpu" \
 	  tests/unit/test_gensim.py tests/faults/test_damage.py tests/faults/test_estimates.py tests/faults/test_faults_kill.py \
-	  tests/faults/test_ranks.py tests/faults/test_hosts.py tests/faults/test_faults_random.py $(ARGS)
+	  tests/faults/test_ranks.py tests/faults/test_hosts.py tests/faults/test_faults_random.py \
+	  tests/e2e/test_items.py tests/e2e/test_warm_up.py $(ARGS)
 	W2V_KILLS=20 W2V_RANK_KILLS=20 W2V_STRESS_STEPS=10000 W2V_SLOW=1 $(PY) -m pytest -q -rs -m gpu \
 	  -n $(JOBS) --maxprocesses 8 tests/faults tests/oracle/test_cache.py \
 	  --ignore tests/faults/test_estimates.py $(ARGS)

@@ -158,6 +158,7 @@ def test_comparisons_and_sweeps_rank_by_held_out_items(settings, tmp_path, capsy
     assert "hit rate at 10 %" in compared.columns and not compared.rows[0].test(rows[1]).is_noise
 
 
+@pytest.mark.slow
 def test_a_sweep_on_a_tenth_tunes_the_whole(tmp_path, monkeypatch, capsys):
     pytest.importorskip("pyarrow")
     page = (Path(__file__).parents[2] / "docs" / "items.md").read_text(encoding="utf-8")

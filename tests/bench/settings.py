@@ -43,9 +43,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "CBOW": {"sg": 0},
     "tree": TREE,
     "CBOW, tree": {"sg": 0, **TREE},
+    "5000 words": {"max_final_vocab": 5000},
+    "subwords": {"subwords": "true"},  # of this program alone
     "SGD": {},
 }
-SECTIONS = {"min_count": "vocab", "epochs": "train"}  # of settings; all others are the model's
+# Of settings; all others are the model's.
+SECTIONS = {"min_count": "vocab", "max_final_vocab": "vocab", "epochs": "train"}
 SETS = ("google", "msr-analogies", "wordsim353", "simlex999", "mturk287")
 COLUMNS = ("google", "msr", "wordsim353", "simlex999", "mturk287")  # in files of results/
 OTHERS = ("czech-analogies", "near", "purity")  # of Czech, baskets, logs and graphs
@@ -83,12 +86,11 @@ def cases(args: argparse.Namespace) -> None:
         for text in args.texts:
             for seed in args.seeds:
                 case = {"text": text, "name": name}
-                if args.gensim:
+                if args.gensim and name != "subwords":
                     for alpha in (0.025, 0.05):
                         given = SETTINGS[name] | {"alpha": alpha, "seed": seed}
                         print(json.dumps(case | {"gensim": given}))
-                    continue
-                for rate in args.rates:
+                for rate in [] if args.gensim else args.rates:
                     seeded = [f"train.seed={seed}", "model.sample=auto"]
                     given = [*seeded, *ours(name), *args.set]
                     print(json.dumps(case | {"set": given, "lr": rate}))

@@ -7,6 +7,7 @@ Shapes: B centers, K negatives, V words, A rows, U unique rows, D dimensions, S 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -259,15 +260,19 @@ class CudaKernels(Kernels):
             this_step=state.step << FAULT_BITS,
         )
 
+    @functools.cached_property
+    def _own_rows(self) -> Spans:
+        """The rows of this rank, as `find_rows` takes them."""
+        return Spans.of([Span(self.shape.shard_rows, None, (0,))], [], self.shape.device)
+
     def sum_by_row(
         self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
     ) -> RowGrads:
         shape, device = self.shape, self.shape.device
         if not len(ids_M):
             return with_room(None, 1, 0, shape)
-        spans = Spans.of([Span(shape.shard_rows, None, (0,))], [], device)
         numbers = torch.empty(numbers_of(1), dtype=torch.int64, pin_memory=True)
-        found = find_rows(ids_M, spans, len(ids_M), numbers, are_rows=True)
+        found = find_rows(ids_M, self._own_rows, len(ids_M), numbers, are_rows=True)
         grad_UD = torch.zeros(grad_MD.shape, device=device)
         sum_by_row(grad_MD, found.places_N, received, grad_UD)
         pairs_U = torch.zeros(len(ids_M), dtype=torch.int32, device=device)

@@ -121,7 +121,7 @@ def test_16_bit_tables_learn(tmp_path, storage, device, dtype):
 def test_every_optimizer_steps_16_bit_rows_in_float32(tmp_path, name):
     def trained(dtype):
         table, optimizer = trainable(tmp_path, optimizer=name, lr=0.05, dtype=dtype)
-        table.weight.fill_(0.5)
+        table.weight.data.fill_(0.5)
         for step in range(3):
             (table(range(ROWS)).sum() * (1.0 + step)).backward()
             optimizer.step()
@@ -137,7 +137,7 @@ def test_the_optimizer_steps_the_tables_of_a_model_by_groups():
     model = nn.ModuleDict({"a": PagedEmbedding(ROWS, DIM), "bag": PagedEmbeddingBag(ROWS, DIM)})
     model["frozen"] = PagedEmbedding.from_pretrained(torch.ones(ROWS, DIM))
     model["head"] = nn.Linear(DIM, 1)
-    assert len(list(model.parameters())) == 2  # those of the head
+    assert len(list(model.parameters())) == 5
     (group,) = PagedOptimizer(model, torch.optim.Adagrad, lr=0.1).param_groups
     assert len(group["params"]) == 2
     groups = [{"params": model["a"], "lr": 1.0}, {"params": [model["bag"]], "weight_decay": 0.5}]
@@ -287,7 +287,7 @@ def test_a_copy_trains_on_by_itself(tmp_path, duplicate, state_storage):
     train_step(*pair, *next(batches()))
     other = duplicate(pair)
     untouched = duplicate(pair[0])
-    assert isinstance(repr(other[0]), str) and not list(other[0].parameters())
+    assert isinstance(repr(other[0]), str) and len(list(other[0].parameters())) == 1
     for each in (pair, other):
         train_step(*each, *list(batches())[1])
     assert torch.equal(weights(pair[0]), weights(other[0]))
@@ -713,7 +713,7 @@ def other_uses(turn, tables):
             with torch.no_grad():
                 table((torch.arange(turn, turn + 9) % MANY)[None])
         case 1:
-            table.weight[turn % MANY] += 1
+            table.weight.data[turn % MANY] += 1
         case 2:
             table.store.put([turn, 2], torch.full((2, DIM), 0.5))
         case 3:

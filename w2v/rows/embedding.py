@@ -16,11 +16,11 @@ Shapes: N ids or bags, T tables, U unique rows, D dimensions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,10 +34,12 @@ from w2v.rows import lookup, shard
 from w2v.rows.group import Function
 from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, RowsOfIds, as_tensor, stacked
 from w2v.rows.ops import Bags
-from w2v.rows.paged_table import PagedTable
+from w2v.rows.paged_table import PagedTable, PagedWeight
 from w2v.rows.shard import RoutedLookUp, look_up_alone
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
+
+LINEAR_ROWS = 1 << 18  # whose products are computed at a time
 
 
 def uncompiled(function: Function) -> Function:
@@ -66,38 +68,8 @@ def _of_table(name: str) -> Any:
     )
 
 
-class PagedEmbedding(nn.Module):
-    """Embedding whose rows are fetched to the compute device as they are used.
-
-    It stands where an nn.Embedding stood; a `PagedOptimizer` steps it. It has no parameters, so
-    that the optimizer of the other modules leaves it alone; `state_dict` has its weight as that of
-    an nn.Embedding. Vectors are float32, or float64 as the table. Memory is taken when the
-    optimizer is made, or at the first use before that.
-
-    Args:
-        num_embeddings: Number of rows V.
-        embedding_dim: Number of dimensions D.
-        padding_idx: Row that is initially zero and gets no gradient.
-        max_norm: Rows of larger norm are scaled down to it, in the table, when they are used.
-        norm_type: Order p of the norm.
-        scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
-        sparse: As torch's argument; it changes nothing, as gradients are of rows in any case.
-        storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
-        device: Where rows are used: by default the GPU for "cuda" and "pinned", else the CPU.
-            `to(device)` changes it.
-        dtype: Of the table: float64, float32, bfloat16 or float16. Steps of 16-bit tables
-            compute in float32.
-        path: File of "mmap", which holds weight and state. An existing file is continued.
-        seed: Seed of the default `init`; by default drawn from torch's generator.
-        init: Weights [V, D], or a function from row ids [n] to weights [n, D]; by default they are
-            normal with standard deviation 1. `w2v.rows.table` has `normal` and `uniform`.
-        state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
-        gpu_bytes: Memory of the compute device for rows that stay there between uses: "20GiB",
-            "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one width
-            and PagedOptimizer share what they have together. Results are the same bit for bit.
-        process_group: Of torch.distributed, such as `group.WORLD`: rows are sharded over its ranks,
-            row v to rank v % N. All ranks make the same calls in the same order.
-    """
+class PagedRows(nn.Module):
+    """What `PagedEmbedding` and `PagedEmbeddingBag` have in common."""
 
     num_embeddings: int = _of_table("num_embeddings")
     embedding_dim: int = _of_table("embedding_dim")
@@ -110,7 +82,7 @@ class PagedEmbedding(nn.Module):
     dtype: torch.dtype = _of_table("dtype")
     path: str | Path | None = _of_table("path")
     state_storage: Storage | None = _of_table("state_storage")
-    trainable: bool = _of_table("trainable")
+    weight: PagedWeight  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -120,11 +92,13 @@ class PagedEmbedding(nn.Module):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        sparse: bool = True,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
         *,
         storage: Storage = "cpu",
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         path: str | Path | None = None,
         seed: int | None = None,
         init: Init | Tensor | np.ndarray | None = None,
@@ -132,7 +106,12 @@ class PagedEmbedding(nn.Module):
         gpu_bytes: str | int = 0,
         process_group: torch.distributed.ProcessGroup | None = None,
     ):
-        super().__init__()
+        nn.Module.__init__(self)
+        if _weight is not None:
+            if init is not None:
+                raise ValueError("_weight and init both give the first weights; leave one out")
+            init, dtype = _weight, dtype or _weight.dtype
+        dtype = dtype or torch.get_default_dtype()
         ranks = shard.ranks_of(process_group)
         shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
         ranks.require_equal(shape, "make the same table on all ranks")
@@ -152,7 +131,7 @@ class PagedEmbedding(nn.Module):
         if ranks.size > 1 and path is not None:
             raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
         first = _initialiser(init, num_embeddings, embedding_dim)
-        self._table = PagedTable(
+        table = PagedTable(
             num_embeddings=num_embeddings,
             embedding_dim=embedding_dim,
             padding_idx=None if padding_idx is None else padding_idx % num_embeddings,
@@ -166,15 +145,22 @@ class PagedEmbedding(nn.Module):
             state_storage=state_storage,
             cache_size=cache_size,
             ranks=ranks,
-            seed=ranks.all_gather(_drawn_seed() if seed is None else operator.index(seed))[0],
+            seed=None if seed is None else ranks.all_gather(operator.index(seed))[0],
             init=first,
             has_zero_padding=padding_idx is not None and first is init,
+            trainable=not _freeze,
         )
+        if first is None and seed is None:
+            table.draw_normal(num_embeddings)
+        self.sparse = sparse
+        # Rows of several ranks have their own exchange: data-parallel modules shall not see them.
+        weights = self._parameters if process_group is None else vars(self)
+        weights["weight"] = PagedWeight(table)
 
     @classmethod
     def from_pretrained(
         cls, embeddings: Tensor | np.ndarray, freeze: bool = True, *rules: Any, **settings: Any
-    ) -> PagedEmbedding:
+    ) -> Any:
         """Return a module with these weights [V, D].
 
         `rules` and `settings` are the other arguments of the class, in its order: first
@@ -183,47 +169,37 @@ class PagedEmbedding(nn.Module):
         weights_VD = as_tensor(embeddings)
         if weights_VD.dim() != 2:
             raise ValueError(f"embeddings have shape {list(weights_VD.shape)}; give weights [V, D]")
-        settings = {"dtype": weights_VD.dtype} | settings
-        module = cls(*weights_VD.shape, *rules, init=weights_VD, **settings)
-        return module.requires_grad_(not freeze)
+        given: dict[str, Any] = {"dtype": weights_VD.dtype, "_freeze": freeze} | settings
+        return cls(*weights_VD.shape, *rules, init=weights_VD, **given)
+
+    @property
+    def _table(self) -> PagedTable:
+        if not isinstance(self.weight, PagedWeight):
+            kind = type(self.weight).__name__
+            raise TypeError(f"weight was replaced by a {kind}; w2v.unpage gives a plain module")
+        return self.weight.table
 
     @property
     def store(self) -> Rows:
         """Rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
         return self._table.opened()
 
-    @property
-    def weight(self) -> Tensor:
-        """View [V, D] of the weights where they are stored; may be written.
+    def linear(self, vectors: Tensor) -> Tensor:
+        """Return logits [..., V] over all rows of vectors [..., D].
 
-        Write into it, as by `weight.copy_(values)`: other data or another parameter is refused. Of
-        several ranks, each has its own rows: row j is row j * N + rank of the whole table.
+        As F.linear(vectors, table.weight), but a part of the rows at a time: the compute device
+        needs no memory for the weights, only for the gradient of all rows.
         """
-        return self._table.view_weight()
-
-    @weight.setter
-    def weight(self, value: Any) -> None:
-        self.register_parameter("weight", value)  # which refuses it
-
-    @uncompiled
-    def forward(self, input: Ids) -> Tensor:
-        """Return vectors [*input.shape, D] of ids.
-
-        Raises:
-            IndexError: An id is not a row; nothing has changed.
-        """
-        table = self._table
-        if table.uses_kernels:
-            return fused_vectors(table, input)
-        weight_UD, places, padding = fetch(table, input)
-        return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
+        if self._table.ranks.size > 1:
+            raise ValueError("linear is not supported for rows of several ranks; use one process")
+        return _AllRows.apply(vectors, self.weight, self._table)
 
     def reset_parameters(self) -> None:
         """Draw normal weights of standard deviation 1 anew.
 
         This holds for tables with an `init` too. The padding row is zero. Optimizer state stays.
         """
-        self._table.reset(self._table.ranks.all_gather(_drawn_seed())[0])
+        self._table.reset()
 
     def grow(self, num_embeddings: int, init: Init | None = None) -> None:
         """Append rows; the others keep weight and optimizer state.
@@ -240,19 +216,12 @@ class PagedEmbedding(nn.Module):
             fewer = f"{num_embeddings} rows are fewer than the present {self.num_embeddings}"
             raise ValueError(f"{fewer}; a table can only grow")
         self._table.grow(num_embeddings, init)
-
-    def requires_grad_(self, requires_grad: bool = True) -> PagedEmbedding:
-        """Train or freeze the table; one that is frozen gets no `PagedOptimizer`.
-
-        `requires_grad_` of a module around this one does not reach the table.
-        """
-        self.trainable = requires_grad
-        return super().requires_grad_(requires_grad)
+        self.weight.update_shape()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; `PagedOptimizer.zero_grad` does it for all tables.
+        """Drop the gradients, as the optimizer's `zero_grad` does.
 
-        `zero_grad` of a module around this one does not reach the table.
+        `zero_grad` of a module around this one drops them if `w2v.optimizer` steps the table.
         """
         self._table.zero_grad()
 
@@ -268,31 +237,53 @@ class PagedEmbedding(nn.Module):
     # What nn.Module calls.
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name == "weight":  # it was assigned to
-            raise ValueError("weight cannot be replaced; write into it: table.weight.copy_(values)")
+        if name == "weight" and not isinstance(param, PagedWeight):
+            remedy = "write into it: table.weight.data.copy_(values); to tie, assign table.weight"
+            raise ValueError(f"weight cannot be replaced; {remedy} to the other module")
         super().register_parameter(name, param)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PagedEmbedding:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        # Data-parallel modules ask each module for its own, to average their gradients.
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    @contextlib.contextmanager
+    def _without_weight(self) -> Iterator[None]:
+        own = self._parameters
+        self._parameters = {name: value for name, value in own.items() if name != "weight"}
+        try:
+            yield
+        finally:
+            self._parameters = own | self._parameters
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PagedRows:
         """Move the device of forward passes; the table stays where it is stored."""
-        parameter = self._table.parameter
-        empty = fn(torch.empty_like(parameter[:0]).detach())
-        if empty.dtype != parameter.dtype:
-            reason = f"vectors are {parameter.dtype} and cannot become {empty.dtype}"
-            raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
+        table = self._table
+        empty = fn(torch.empty_like(table.parameter[:0]).detach())
         if empty.device.type == "cpu" and empty.is_shared():
             raise ValueError("processes cannot share a table by share_memory(); use process_group")
+        if empty.dtype != table.parameter.dtype:
+            table.convert(empty)
         if empty.device != self.device:
-            self._table.move(empty)
-        return super()._apply(fn, recurse)
+            table.move(empty)
+        self.weight.update_shape()
+        with self._without_weight():
+            return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars and "weight" in self._parameters:
+            return super()._save_to_state_dict(destination, prefix, keep_vars)
         # A copy, as a view would be saved with the optimizer state beside it.
-        if (whole_VD := self._table.gather(self.weight)) is not None:
+        if (whole_VD := self._table.gather(self._table.stored())) is not None:
             destination[prefix + "weight"] = whole_VD
+        with self._without_weight():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, *found) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
+        with self._without_weight():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
         missing, unexpected, errors = found
         key = prefix + "weight"
         if key in unexpected:  # because it is not a parameter
@@ -308,10 +299,59 @@ class PagedEmbedding(nn.Module):
             sizes = f"{tuple(given.shape)} in the checkpoint, {shape} here"
             errors.append(f"size mismatch for {key}: {sizes}")
         else:
-            self.weight.copy_(self._table.own_rows(given.detach()))
+            self.weight.data.copy_(self._table.own_rows(given.detach()))
 
 
-class PagedEmbeddingBag(PagedEmbedding):
+class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
+    """Embedding whose rows are fetched to the compute device as they are used.
+
+    An nn.Embedding for any program; `w2v.optimizer` or a `PagedOptimizer` steps it. Optimizers of
+    torch leave its `weight` alone, as `weight.grad` is None. Vectors are float32, or float64 as the
+    table. Memory is taken when the optimizer is made, or at the first use before that.
+
+    Args:
+        num_embeddings: Number of rows V.
+        embedding_dim: Number of dimensions D.
+        padding_idx: Row that is initially zero and gets no gradient.
+        max_norm: Rows of larger norm are scaled down to it, in the table, when they are used.
+        norm_type: Order p of the norm.
+        scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
+        sparse: As torch's argument; it changes nothing, as gradients are of rows in any case.
+        _weight: As torch's argument: `init`, with the dtype of these weights.
+        _freeze: As torch's argument: whether the table is not trained.
+        storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
+        device: Where rows are used: by default the GPU for "cuda" and "pinned", else the CPU.
+            `to(device)` changes it.
+        dtype: Of the table: float64, float32, bfloat16 or float16; by default torch's. Steps of
+            16-bit tables compute in float32.
+        path: File of "mmap", which holds weight and state. An existing file is continued.
+        seed: Seed of other first weights, which threads or a GPU draw much faster. By default they
+            are those that nn.Embedding draws from torch's generator on a CPU.
+        init: Weights [V, D], or a function from row ids [n] to weights [n, D]; by default they are
+            normal with standard deviation 1. `w2v.rows.table` has `normal` and `uniform`.
+        state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
+        gpu_bytes: Memory of the compute device for rows that stay there between uses: "20GiB",
+            "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one width
+            and PagedOptimizer share what they have together. Results are the same bit for bit.
+        process_group: Of torch.distributed, such as `group.WORLD`: rows are sharded over its ranks,
+            row v to rank v % N. All ranks make the same calls in the same order.
+    """
+
+    @uncompiled
+    def forward(self, input: Ids) -> Tensor:
+        """Return vectors [*input.shape, D] of ids.
+
+        Raises:
+            IndexError: An id is not a row; nothing has changed.
+        """
+        table = self._table
+        if table.uses_kernels:
+            return fused_vectors(table, input)
+        weight_UD, places, padding = fetch(table, input)
+        return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
+
+
+class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
     """Sums, means or maxima of bags of embeddings, as nn.EmbeddingBag.
 
     Arguments that are not listed are those of a `PagedEmbedding`.
@@ -320,6 +360,7 @@ class PagedEmbeddingBag(PagedEmbedding):
         scale_grad_by_freq: Not with mode="max".
         mode: "sum", "mean" or "max".
         sparse: Changes nothing, as for a `PagedEmbedding`.
+        _weight: As for a `PagedEmbedding`.
         include_last_offset: Whether offsets end with the number of ids.
         padding_idx: Row that is left out of all bags.
         **settings: Further arguments of a `PagedEmbedding`.
@@ -336,15 +377,15 @@ class PagedEmbeddingBag(PagedEmbedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         mode: Literal["sum", "mean", "max"] = "mean",
-        sparse: bool = True,
-        *,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         **settings: Any,
     ):
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose 'sum', 'mean' or 'max'")
-        rules = (padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        rules = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight)
         super().__init__(num_embeddings, embedding_dim, *rules, **settings)
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -373,10 +414,15 @@ class PagedEmbeddingBag(PagedEmbedding):
         if offsets is not None:
             offsets = offsets.to(places)
         if per_sample_weights is not None:
-            per_sample_weights = per_sample_weights.to(weight_UD)
+            per_sample_weights = per_sample_weights.to(weight_UD.device)
+        # The kernels of bags do not take the stride of records.
+        if padding is None and table.padding_idx is not None:
+            # With padding torch takes another kernel, whose last bag has all ids that are left.
+            padding = len(weight_UD)
+            weight_UD = F.pad(weight_UD, (0, 0, 0, 1))
         return F.embedding_bag(
             places,
-            weight_UD.contiguous(),  # the kernels of bags do not take the stride of records
+            weight_UD.contiguous(),
             offsets,
             scale_grad_by_freq=table.scale_grad_by_freq,
             mode=self.mode,
@@ -386,16 +432,16 @@ class PagedEmbeddingBag(PagedEmbedding):
         )
 
 
-def trained_tables(modules: Iterable[nn.Module]) -> list[PagedTable]:
-    """Return the tables of paged embeddings in modules, but frozen ones."""
-    parts = dict.fromkeys(part for module in modules for part in module.modules())  # each once
-    return [part._table for part in parts if isinstance(part, PagedEmbedding) and part.trainable]
-
-
-def _drawn_seed() -> int:
-    """Draw a seed from torch's generator."""
-    # On the CPU also where modules are made within torch.device("meta").
-    return int(torch.randint(1 << 62, (), device="cpu"))
+def trained_tables(modules: Iterable[nn.Module | PagedWeight]) -> list[PagedTable]:
+    """Return the tables of weights and of modules, but frozen ones."""
+    tables: dict[PagedTable, None] = {}  # each once
+    for module in modules:
+        if isinstance(module, PagedWeight):
+            tables[module.table] = None
+        else:
+            parts = (part for part in module.modules() if isinstance(part, PagedRows))
+            tables |= dict.fromkeys(part._table for part in parts)
+    return [table for table in tables if table.trainable]
 
 
 def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:
@@ -421,7 +467,6 @@ class Use(NamedTuple):
 
 def find(table: PagedTable, ids: Ids) -> RowsOfIds:
     """Look up ids, and begin to bring their rows."""
-    table.check_view()
     is_alone, dist = table.trains and table.ranks.size == 1, torch.distributed
     if is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
@@ -484,12 +529,7 @@ def _pending(table: PagedTable, rows: RowsOfIds) -> Tensor | None:
 
 def _add_grad(use: Use, grad_UD: Tensor) -> None:
     """Add a page's gradient to those that wait for the step or the exchange."""
-    if torch.is_grad_enabled():
-        remedy = "leave it out, or take torch.autograd.grad of the other parameters"
-        raise RuntimeError(f"create_graph=True is not supported for paged rows; {remedy}")
-    if not use.table.has_optimizer:
-        unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
-        warnings.warn(unused, stacklevel=2)
+    use.table.check_gradient()
     if isinstance(use.rows.look_up, RoutedLookUp):
         use.table.unsent[use.rows.look_up] = use.page, grad_UD
     else:
@@ -559,13 +599,65 @@ def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags 
     if len(shape) == 2 and offsets is None:
         return Bags(shape[0], None, shape[1], is_mean)
     if len(shape) == 1 and offsets is not None and offsets.dim() == 1:
-        begins = offsets.to(table.device, torch.int64).contiguous()
-        return Bags(len(begins) - table.include_last_offset, begins, 0, is_mean)
+        # On a GPU torch gives the last bag all ids that are left.
+        begins = offsets[: len(offsets) - table.include_last_offset]
+        begins = begins.to(table.device, torch.int64).contiguous()
+        return Bags(len(begins), begins, 0, is_mean)
     given = None
     if offsets is not None:
         given = list(offsets.shape)
     reason = f"ids have shape {list(shape)} and offsets {given}"
     raise ValueError(f"{reason}; give ids [B, N], or ids [N] with offsets [B]")
+
+
+class _AllRows(torch.autograd.Function):
+    """Products of vectors with all rows, some rows at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, weight: PagedWeight, table: PagedTable) -> Tensor:
+        ctx.save_for_backward(vectors)
+        stored_VD = table.stored()
+        ctx.table, ctx.version = table, table.store.version
+        products = vectors.new_empty(0)
+        for rows, weight_nD in _parts(table, stored_VD, table.parameter.dtype):
+            of_rows = F.linear(vectors, weight_nD)
+            if not rows.start:
+                products = of_rows.new_empty(*vectors.shape[:-1], len(stored_VD))
+            products[..., rows] = of_rows
+        return products
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (vectors,), table = ctx.saved_tensors, ctx.table
+        stored_VD = table.stored()
+        if table.store.version != ctx.version:
+            changed = "the table has changed between linear(h) and its backward pass"
+            raise RuntimeError(f"{changed}; call backward() before the step")
+        needs_vectors, needs_weight, _ = ctx.needs_input_grad
+        flat_ND = vectors.flatten(0, -2).to(grad.dtype)
+        grad_ND, grad_VD = torch.zeros_like(flat_ND), None
+        if needs_weight:
+            table.check_gradient()
+            grad_VD = grad.new_empty(stored_VD.shape, dtype=table.parameter.dtype)
+        for rows, weight_nD in _parts(table, stored_VD, grad.dtype):
+            grad_Nn = grad[..., rows].flatten(0, -2)
+            if needs_vectors:
+                grad_ND.addmm_(grad_Nn, weight_nD)
+            if grad_VD is not None:
+                grad_VD[rows] = (grad_Nn.T @ flat_ND).to(grad_VD.dtype)
+        if grad_VD is not None:
+            table.add_whole_grad(grad_VD)
+        grad_vectors = grad_ND.view_as(vectors).to(vectors.dtype) if needs_vectors else None
+        return grad_vectors, None, None
+
+
+def _parts(
+    table: PagedTable, stored_VD: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the weights on the compute device, a part of the rows at a time."""
+    for start in range(0, len(stored_VD), LINEAR_ROWS):
+        rows = slice(start, start + LINEAR_ROWS)
+        yield rows, stored_VD[rows].to(table.device, dtype)
 
 
 class _KernelVectors(torch.autograd.Function):

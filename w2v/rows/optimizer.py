@@ -23,7 +23,7 @@ from w2v.rows.embedding import trained_tables
 from w2v.rows.group import RowGroup
 from w2v.rows.lookup import Ids, LookUp, RowsOfIds, as_tensor
 from w2v.rows.optim import RowOptimizer, optimizer_name
-from w2v.rows.paged_table import PagedTable, open_together, share_cache, step_fused
+from w2v.rows.paged_table import PagedTable, PagedWeight, open_together, share_cache, step_fused
 from w2v.rows.shard import LookedUpBatch
 from w2v.rows.table import Table
 
@@ -72,16 +72,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         defaults = RowOptimizer(config).arguments
         defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
         groups = [tables] if isinstance(tables, nn.Module) else list(tables)
-        if not groups:  # a PagedEmbedding has no parameters
-            raise ValueError("PagedOptimizer takes modules, such as the model, not parameters()")
+        if not groups:
+            raise ValueError("there are no modules or weights to step; give the model")
         super().__init__(groups, defaults)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step further tables: {"params": module or modules, "lr": ...}."""
         modules = param_group["params"]
-        modules = [modules] if isinstance(modules, nn.Module) else list(modules)
+        modules = [modules] if isinstance(modules, (nn.Module, Tensor)) else list(modules)
         for module in modules:
-            if not isinstance(module, nn.Module):
+            if not isinstance(module, (nn.Module, PagedWeight)):
                 kind = type(module).__name__
                 raise TypeError(f"{kind} is not a module; give the PagedEmbedding or its model")
         tables = trained_tables(modules)

@@ -8,8 +8,11 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from w2v.config import TransferConfig
 from w2v.distributed.ranks import Ranks
@@ -28,6 +32,8 @@ from w2v.rows.table import Init, RowState, SplitTable, Storage, Table, normal
 
 MOST_ROWS = 1 << 31  # of a cache and of fused steps: they are numbered in 32 bits
 GATHER_ROWS = 1 << 16  # of each rank, at a time
+STEP_ROWS = 1 << 20  # that a step reads and writes at a time
+DRAWN_ROWS = 1 << 12  # times 16
 
 
 class Layout(NamedTuple):
@@ -58,26 +64,27 @@ class PagedTable:
     state_storage: Storage | None
     cache_size: TransferConfig
     ranks: Ranks
-    seed: int
-    init: Init | None  # until the table is open
+    seed: int | None  # of the first weights; None: torch's generator draws them
+    init: Init | None  # of the first weights
     has_zero_padding: bool  # at first
     mode: str | None = None  # of bags
     include_last_offset: bool = False  # of bags
-    trainable: bool = True
+    trainable: bool = True  # as `requires_grad` of its weight
+    shows_grad: bool = False  # as `grad` of its weight
     fused: bool = False
     is_reset: bool = False  # also where a file would be continued
 
     def __post_init__(self) -> None:
         self._layout = Layout({}, {})  # of the optimizer
         self.has_optimizer = False
+        self.generator_state: Any = None  # of torch, before it drew weights that are not set yet
         self._store: Rows | None = None
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
-        # What optimizers and gradient clipping see: the rows that have gradients. It is in no
-        # module's parameters, as those belong to the optimizer of the dense modules.
+        # The rows that have gradients: what gradient clipping and PagedOptimizer see. Modules have
+        # a `PagedWeight`, which may be in an optimizer of the dense modules too.
         computes_in = torch.promote_types(self.dtype, torch.float32)
         empty = torch.empty(0, self.embedding_dim, dtype=computes_in, device=self.device)
         self.parameter = nn.Parameter(empty)
-        self._view: tuple[Tensor, int] | None = None  # that was given out last, and its address
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         self.sums: Tensor | None = None  # their gradients, once ranks have exchanged them
         # Pages with gradients that are to be sent to the ranks that own the rows.
@@ -88,7 +95,6 @@ class PagedTable:
         """Return what copies and pickles hold: the table, without gradients."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
-        self.check_view()
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "sums", "announced"))
         return vars(self) | {"_store": self.opened(), "unsent": {}} | gone
@@ -105,23 +111,25 @@ class PagedTable:
             self.open()  # a PagedOptimizer may come later
         return self.store
 
-    def view_weight(self) -> Tensor:
-        """Return a view [V, D] of this rank's weights, which may be written."""
-        self.check_view()
+    def stored(self) -> Tensor:
+        """Return a view [V, D] of this rank's weights, where they are stored."""
         store = self.opened()
         store.flush()
-        store.version += 1  # rows read before may be out of date when this is written
-        view_VD = store.table["weight"]
-        self._view = view_VD, view_VD.data_ptr()
-        return view_VD
+        return store.table["weight"]
 
-    def check_view(self) -> None:
-        """Raise `ValueError` if `weight.data` was replaced: that writes nothing."""
-        if self._view is not None:
-            (view_VD, address), self._view = self._view, None
-            if view_VD.data_ptr() != address:
-                remedy = "write into the weights: table.weight.copy_(values)"
-                raise ValueError(f"weight.data was replaced, and the table was not; {remedy}")
+    def whole(self) -> Tensor:
+        """Return all weights as forward passes give them; a view where it can be."""
+        try:
+            return self.stored().to(self.device, self.parameter.dtype)
+        except torch.OutOfMemoryError:
+            reason = f"{self.num_embeddings:,} rows of weights do not fit on {self.device}"
+            raise MemoryError(f"{reason}; for logits use table.linear(h)") from None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether `whole` is a view of the table."""
+        weight = self.opened().table["weight"]
+        return (weight.device, weight.dtype) == (self.device, self.parameter.dtype)
 
     @property
     def trains(self) -> bool:
@@ -176,7 +184,9 @@ class PagedTable:
                 grad_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
                 for page, grad_uD in parts:
                     grad_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
-                records_UR = None if self.fused else self.store.group.read(rows_U)
+                records_UR = None
+                if not self.fused and len(rows_U) < len(self.store):
+                    records_UR = self.store.group.read(rows_U)
                 page = RowPage(self.store, rows_U, records_UR)
         self.page = page
         if is_exchanged:  # inside a step, unseen by users
@@ -184,7 +194,7 @@ class PagedTable:
             return
         self.parameter.grad = None  # its shape may change only without a gradient
         if page.records is None:
-            self.parameter.data = _zero(grad_UD.device).expand(grad_UD.shape)
+            self.parameter.data = _zero(grad_UD.device, grad_UD.dtype).expand(grad_UD.shape)
         else:
             self.parameter.data = page.records[:, : self.embedding_dim]
         self.parameter.grad = grad_UD
@@ -202,13 +212,37 @@ class PagedTable:
                 store.table[name].fill_(lr)
                 store.version += 1
             records_UR = page.records
-            if records_UR is None or page.version != store.version:  # the table has changed since
-                records_UR = store.group.read(rows_U)
+            if page.version != store.version:  # the table has changed since
+                records_UR = None
             page.records = None  # a step that fails half-way is repeated on the rows of the table
             store.table.begin_step()
-            optimizer.step_rows(store.table, records_UR, grad_UD, None, lr)
-            store.group.write(store, rows_U, records_UR)
+            counts = {name: store.table.scalars[name].clone() for name in self._layout.scalars}
+            for start in range(0, max(1, len(rows_U)), STEP_ROWS):  # no rows are a step too
+                for name, value in counts.items():  # the parts of a step count as one
+                    store.table.scalars[name].copy_(value)
+                part = slice(start, start + STEP_ROWS)
+                records = store.group.read(rows_U[part]) if records_UR is None else records_UR[part]
+                optimizer.step_rows(store.table, records, grad_UD[part], None, lr)
+                store.group.write(store, rows_U[part], records)
             self.drop_page()
+
+    def check_gradient(self) -> None:
+        """Raise for gradients of gradients; warn if nothing steps the table."""
+        if torch.is_grad_enabled():
+            remedy = "leave it out, or take torch.autograd.grad of the other parameters"
+            raise RuntimeError(f"create_graph=True is not supported for paged rows; {remedy}")
+        if not self.has_optimizer:
+            unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
+            warnings.warn(unused, stacklevel=2)
+
+    def add_whole_grad(self, grad_VD: Tensor) -> None:
+        """Add a gradient of all rows to those that wait for the step."""
+        store = self.opened()
+        with store.lock, torch.no_grad():
+            first_row = store.first_row
+            rows = torch.arange(first_row, first_row + len(store), device=self.device)
+            grad_VD = grad_VD.to(self.device, self.parameter.dtype)
+            self.add_grad(RowPage(store, rows), grad_VD.contiguous())
 
     def drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
@@ -248,14 +282,15 @@ class PagedTable:
         store = Rows(table, group or RowGroup(table, self.device), 0, first_rows, rank)
         if self.is_reset or not table.continued:
             self._draw(store)
-        self._store, self._layout, self.init = store, layout, None
+        self._store, self._layout = store, layout
+        self.init = None
         share_cache([self])
 
     @outside_inference
-    def reset(self, seed: int) -> None:
+    def reset(self) -> None:
         """Draw the weights anew, or when the table is opened."""
-        self.seed = seed
-        self.init = None
+        self.seed = self.init = None
+        self.draw_normal(self.num_embeddings)
         self.has_zero_padding = self.padding_idx is not None
         self.is_reset = True
         if self._store is not None:
@@ -327,15 +362,32 @@ class PagedTable:
             new = self._copy_table(num_embeddings, self._layout, list(old.columns))
             for name, value in old.scalars.items():
                 new.scalars[name].copy_(value)
-            self._initialise(new, init, first_row=old.rows)
+            before, self.num_embeddings = self.num_embeddings, num_embeddings
+            if init is None and self.seed is None:
+                self.draw_normal(num_embeddings - before)
+            self._initialise(new, init, before)
             regroup(self.store, new, self.device)
-            self.num_embeddings = num_embeddings
+
+    @outside_inference
+    def convert(self, empty: Tensor) -> None:
+        """Store rows in the dtype of an empty tensor from now on."""
+        if empty.dtype.itemsize < 4 or self.dtype.itemsize < 4 or self.path is not None:
+            reason = f"vectors are {self.parameter.dtype} and cannot become {empty.dtype}"
+            raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
+        self._check_no_grad()
+        old = self.opened().table
+        with self.store.lock:
+            self.dtype = empty.dtype
+            new = self._copy_table(self.num_embeddings, self._layout, list(old.columns))
+            for name, value in old.scalars.items():
+                new.scalars[name].copy_(value)
+            self.parameter.data = self.parameter.data.to(empty.dtype)
+            regroup(self.store, new, self.device)
 
     @outside_inference
     def move(self, empty: Tensor) -> None:
         """Bring rows to the device of an empty tensor from now on."""
-        if self.grad() is not None or self.unsent:
-            raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
+        self._check_no_grad()
         self.device = open_device(empty.device, self.storage)
         self.checked = None
         self.parameter.data = empty
@@ -343,17 +395,39 @@ class PagedTable:
             self._store.flush()
             regroup(self._store, self._store.table, self.device)
 
-    def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
-        whole = init or normal(self.embedding_dim, 1.0, self.seed)
+    def draw_normal(self, rows: int) -> None:
+        """Draw weights of rows from torch's generator, that of rank 0."""
+        state = torch.get_rng_state()
+        for _ in normal_rows(rows, self.embedding_dim, self.dtype):
+            pass  # they are drawn again when there is memory for them
+        self.generator_state = self.ranks.all_gather(state)[0]
+
+    def _check_no_grad(self) -> None:
+        if self.grad() is not None or self.unsent:
+            raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
+
+    def _initialise(self, table: Table, init: Init | None, old_rows: int = 0) -> None:
+        """Set the weights of the rows from `old_rows` of all ranks on."""
+        size, rank = self.ranks.size, self.ranks.rank
+        if init is None and self.seed is None:
+            generator = torch.Generator("cpu").set_state(self.generator_state)
+            shape = self.num_embeddings - old_rows, self.embedding_dim
+            for start, drawn in normal_rows(*shape, self.dtype, generator):
+                first_row = start + old_rows
+                skipped = (rank - first_row) % size
+                own = drawn[skipped::size]
+                table["weight"][(first_row + skipped) // size :][: len(own)].copy_(own)
+            return
+        whole = init or normal(self.embedding_dim, 1.0, self.seed or 0)
         # A user's function may not run on a GPU.
         is_ours = getattr(whole, "__module__", None) == normal.__module__
         device = self.device if is_ours else None
         of_ranks = self.ranks.global_rows
+        first_row = len(range(rank, old_rows, size))
         table.initialise(lambda rows_n: whole(of_ranks(rows_n)), device, first_row=first_row)
 
     def _copy_table(self, rows: int, layout: Layout, fields: Iterable[str]) -> Table:
         """Return a table with these fields of the present rows."""
-        self.check_view()
         self.store.flush()
         old = self.store.table
         new = self._new_table(rows, layout)
@@ -447,7 +521,10 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
             else:
                 parts = zip(its_tables, counts, seeds, strict=True)
                 for (_, page, grad_UD), counted, seed in parts:
-                    group.step(optimizer, counted, seed, grad_UD, lr, page.rows())
+                    rows_U = page.rows()
+                    for start in range(0, len(rows_U), STEP_ROWS):
+                        part = slice(start, start + STEP_ROWS)
+                        group.step(optimizer, counted, seed, grad_UD[part], lr, rows_U[part])
             for table, _, _ in its_tables:
                 table.store.version += 1
                 table.drop_page()
@@ -501,5 +578,178 @@ def share_cache(tables: Sequence[PagedTable]) -> None:
 
 
 @functools.cache
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), device=device)
+def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), device=device, dtype=dtype)
+
+
+def normal_rows(
+    rows: int, dim: int, dtype: torch.dtype, generator: torch.Generator | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield what nn.init.normal_ draws on a CPU, a part of the rows at a time."""
+    # torch draws 16 numbers at a time; of numbers left over it draws the last 16 anew.
+    starts = [*range(0, rows, DRAWN_ROWS * 16)]
+    if len(starts) > 1 and (rows - starts[-1]) * dim < 16:
+        starts.pop()
+    for start, end in itertools.pairwise([*starts, rows]):
+        drawn = torch.empty(end - start, dim, dtype=dtype, device="cpu")
+        yield start, drawn.normal_(generator=generator)
+
+
+class PagedWeight(nn.Parameter):
+    """Weights [V, D] of a table, as the parameter of its module.
+
+    It has no memory of its own: operations of torch read and write the rows where they are. The
+    gradient of an operation is one of all rows, which waits for the step beside those of ids.
+
+    Attributes:
+        table: Of several ranks, a weight has this rank's rows, and gets no gradient.
+        grad: None, so that optimizers of dense modules pass it over; with `shows_grad`, the
+            gradients of the rows that have some, [U, D]. A gradient that is set is [V, D].
+    """
+
+    table: PagedTable
+
+    @outside_inference  # it is trained later
+    def __new__(cls, table: PagedTable) -> PagedWeight:
+        weight = cls._of_shape(table)
+        weight.table = table
+        weight.register_post_accumulate_grad_hook(_take_gradient)
+        return weight.requires_grad_(table.trainable)
+
+    @classmethod
+    def _of_shape(cls, table: PagedTable) -> PagedWeight:
+        shape = table.ranks.shard_rows(table.num_embeddings), table.embedding_dim
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            shape,
+            strides=(shape[1] + 1, 1),  # as of a part of records: `view` is refused
+            dtype=table.parameter.dtype,
+            device=table.device,
+            requires_grad=True,
+        )
+
+    @outside_inference
+    def update_shape(self) -> None:
+        """Take the number of rows and the device that the table has now."""
+        Tensor.data.__set__(self, self._of_shape(self.table))  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call an operation of torch with the weights themselves."""
+        kwargs = kwargs or {}
+        schema, aten = func._schema, torch.ops.aten
+        given = zip(schema.arguments, args, strict=False)  # those that are written come first
+        written = [
+            weight
+            for argument, value in given
+            if argument.alias_info and argument.alias_info.is_write
+            for weight in tree_leaves(value)
+            if isinstance(weight, PagedWeight)
+        ]
+        is_view = not written and any(result.alias_info for result in schema.returns)
+        # What may be written is a view of the table. With a gradient torch refuses to write.
+        is_stored = is_view and (func is aten.detach.default or not torch.is_grad_enabled())
+        is_stored &= func not in (aten.t.default, aten.transpose.int, aten.permute.default)
+        is_stored |= func is aten.copy_.default and bool(written)
+
+        def values(weight: PagedWeight) -> Tensor:
+            return weight.table.stored() if is_stored else weight.table.whole()
+
+        read = {id(weight): values(weight) for weight in written}
+        given = tree_map_only(
+            PagedWeight,
+            lambda weight: read[id(weight)] if id(weight) in read else values(weight),
+            (args, kwargs or {}),
+        )
+        result = func(*given[0], **given[1])
+        for weight in written:
+            table = weight.table
+            if not (is_stored or table.is_in_place):
+                table.stored().copy_(read[id(weight)])
+        for weight in tree_leaves((args, kwargs)) if is_view or written else ():
+            if isinstance(weight, PagedWeight):
+                weight.table.store.version += 1  # rows that were read before are out of date
+        return written[0] if written and result is not None else result
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        table, shape = self.table, tuple(values.shape)
+        if len(shape) == 2 and shape[0] > len(self) and shape[1] == table.embedding_dim:
+            table.grow(shape[0], None)
+            self.update_shape()
+        if shape != tuple(self.shape):
+            expected = f"weight.data has shape {list(shape)}, but the table is {list(self.shape)}"
+            raise ValueError(f"{expected}; a table can only grow")
+        with torch.no_grad():
+            self.copy_(values)
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.table.parameter.grad if self.table.shows_grad else None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        table = self.table
+        if value is None:
+            table.zero_grad()
+        elif value is not table.parameter.grad:
+            if value.shape != self.shape:
+                expected = f"give one of {list(self.shape)}, of all rows"
+                raise ValueError(f"weight.grad has shape {list(value.shape)}; {expected}")
+            table.zero_grad()
+            table.add_whole_grad(value.detach())
+
+    @property
+    def requires_grad(self) -> bool:
+        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PagedWeight:
+        """Train or freeze the table."""
+        self.table.trainable = requires_grad
+        super().requires_grad_(requires_grad and self.table.ranks.size == 1)
+        return self
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """Return the weights as an array, which is a view where torch's is."""
+        if self.requires_grad and not force:
+            remedy = "use weight.detach().numpy()"
+            raise RuntimeError(f"numpy() is not called of what requires a gradient; {remedy}")
+        return self.detach().numpy(force=force)
+
+    def tolist(self) -> list[list[float]]:
+        """Return the weights as lists."""
+        return self.detach().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the first row."""
+        return self.detach().data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self.detach()}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedWeight:
+        if id(self) not in memo:
+            memo[id(self)] = PagedWeight(copy.deepcopy(self.table, memo))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return PagedWeight, (self.table,)
+
+
+def _take_gradient(weight: Any) -> None:
+    """Give the gradient of a whole weight to its table."""
+    own_grad: Any = Tensor.grad
+    grad_VD = own_grad.__get__(weight)
+    own_grad.__set__(weight, None)
+    weight.table.check_gradient()
+    weight.table.add_whole_grad(grad_VD.detach())

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from w2v.api.vectors import Vectors, load
     from w2v.api.word2vec import Word2Vec
     from w2v.rows.embedding import PagedEmbedding, PagedEmbeddingBag
-    from w2v.rows.optimizer import PagedOptimizer
+    from w2v.rows.optimizer import PagedOptimizer, optimizer
     from w2v.rows.store import RowStore
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "compare",
     "load",
+    "optimizer",
     "train",
 ]
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ PUBLIC = {
     "PagedEmbeddingBag": "w2v.rows.embedding",
     "PagedOptimizer": "w2v.rows.optimizer",
     "RowStore": "w2v.rows.store",
+    "optimizer": "w2v.rows.optimizer",
 }
 COMMANDS = {  # what the commands call
     "Vectors": "w2v.api.vectors",

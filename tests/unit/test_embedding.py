@@ -30,7 +30,6 @@ from tests.support.pairwise import pairwise
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.config import OPTIMIZERS
 from w2v.rows.cache import RowCache
-from w2v.rows.embedding import trained_tables
 from w2v.rows.lookup import joined, look_up, stacked
 from w2v.rows.optimizer import look_up_batch
 from w2v.rows.table import normal
@@ -967,7 +966,7 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
             torch.randint(rows, (count,), generator=generator, dtype=dtype)
             for rows, count in zip(sizes, counts, strict=True)
         ]
-        found = look_up_batch(trained_tables(tables), ids, [*range(5)])
+        found = look_up_batch([table._table for table in tables], ids, [*range(5)])
         for table, its, given in zip(tables, found, ids, strict=True):
             expected, places = torch.unique(given.long(), return_inverse=True)
             assert torch.equal(its.wait().cpu() - table.store.first_row, expected)
@@ -978,7 +977,7 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
         ids[table][1] = wrong
         message = f"id {wrong} is not a row; rows are 0 to {sizes[table] - 1}"
         with pytest.raises(IndexError, match=message):
-            len(look_up_batch(trained_tables(tables), ids, [*range(5)])[0].wait())
+            len(look_up_batch([table._table for table in tables], ids, [*range(5)])[0].wait())
 
 
 @devices

@@ -432,16 +432,16 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
         )
 
 
-def trained_tables(modules: Iterable[nn.Module | PagedWeight]) -> list[PagedTable]:
-    """Return the tables of weights and of modules, but frozen ones."""
-    tables: dict[PagedTable, None] = {}  # each once
-    for module in modules:
-        if isinstance(module, PagedWeight):
-            tables[module.table] = None
-        else:
-            parts = (part for part in module.modules() if isinstance(part, PagedRows))
-            tables |= dict.fromkeys(part._table for part in parts)
-    return [table for table in tables if table.trainable]
+def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:
+    """Return the paged weights among these and in modules, each once."""
+    found: dict[PagedWeight, None] = {}
+    for each in given:
+        if isinstance(each, PagedWeight):
+            found[each] = None
+        elif isinstance(each, nn.Module):
+            parts = (part for part in each.modules() if isinstance(part, PagedRows))
+            found |= dict.fromkeys(part.weight for part in parts)
+    return list(found)
 
 
 def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:

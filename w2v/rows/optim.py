@@ -60,7 +60,7 @@ class RowOptimizer:
     """
 
     def __init__(self, config: OptimizerConfig, may_change: bool = False):
-        found = _find_class(config.name)
+        found = find_class(config.name)
         self._class = _without_compiler(found)
         self._args = _arguments(self._class, config)
         self.formula, self._hyper = _fused_formula(found, self._args)
@@ -301,7 +301,7 @@ def optimizer_name(optimizer: str | type[Optimizer]) -> str:
     return f"{optimizer.__module__}.{optimizer.__name__}"
 
 
-def _find_class(name: str) -> type[Optimizer]:
+def find_class(name: str) -> type[Optimizer]:
     """Return the class of torch.optim, or the one that package.Class names."""
     check_optimizer(name)
     package, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Optimizer of all paged embeddings of a model, which reads batches ahead."""
+"""Optimizer of paged embeddings, or of a whole model; reads batches ahead."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from w2v.config import OptimizerConfig
-from w2v.distributed.ranks import Ranks
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows import lookup, shard
 from w2v.rows.checkpoint import Checkpoints, latest
-from w2v.rows.embedding import trained_tables
+from w2v.rows.embedding import paged_weights
 from w2v.rows.group import RowGroup
 from w2v.rows.lookup import Ids, LookUp, RowsOfIds, as_tensor
-from w2v.rows.optim import RowOptimizer, optimizer_name
+from w2v.rows.optim import RowOptimizer, find_class, optimizer_name
 from w2v.rows.paged_table import PagedTable, PagedWeight, open_together, share_cache, step_fused
 from w2v.rows.shard import LookedUpBatch
 from w2v.rows.table import Table
@@ -39,8 +39,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     the gradients: another one without a backward pass does nothing.
 
     Args:
-        tables: Module whose paged embeddings are stepped, or several; or groups as in torch:
-            [{"params": module, "lr": 0.1}, ...]. Frozen tables are left out.
+        tables: Module whose paged embeddings are stepped, or several, or their weights; or groups
+            as in torch: [{"params": module, "lr": 0.1}, ...]. Frozen tables are left out.
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
         lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
         step: Whether bias correction counts the steps of the "table" or of each "row".
@@ -48,6 +48,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
             number whose step is not finite keeps its value, as do up to three beside it. Beside
             its gradients, a parameter of `param_groups` then has zeros in place of weights.
+        dense: Step the other parameters too, as `w2v.optimizer`: arguments for these. A group of
+            both kinds becomes two, and `param_groups` has the weights of the modules, whose `grad`
+            is that of the rows that have one.
         **args: Other arguments of the optimizer, such as betas.
     """
 
@@ -59,6 +62,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         lr: float,
         step: Literal["table", "row"] = "table",
         fused: bool = False,
+        dense: dict[str, Any] | None = None,
         **args: Any,
     ):
         if step not in ("table", "row"):
@@ -71,24 +75,46 @@ class PagedOptimizer(torch.optim.Optimizer):
         config = OptimizerConfig(name=self._name, lr=_rate(lr), args=args)
         defaults = RowOptimizer(config).arguments
         defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
+        self._dense: torch.optim.Optimizer | None = None  # shares groups and state
+        self._dense_args: dict[str, Any] | None = None
+        if dense is not None:
+            inherited = {} if "optimizer" in dense else args
+            self._dense_args = {"optimizer": optimizer, "lr": lr} | inherited | dense
         groups = [tables] if isinstance(tables, nn.Module) else list(tables)
         if not groups:
             raise ValueError("there are no modules or weights to step; give the model")
         super().__init__(groups, defaults)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step further tables: {"params": module or modules, "lr": ...}."""
-        modules = param_group["params"]
-        modules = [modules] if isinstance(modules, (nn.Module, Tensor)) else list(modules)
-        for module in modules:
-            if not isinstance(module, (nn.Module, PagedWeight)):
-                kind = type(module).__name__
-                raise TypeError(f"{kind} is not a module; give the PagedEmbedding or its model")
-        tables = trained_tables(modules)
-        if not tables:
+        """Step further tables: {"params": module, modules or weights, "lr": ...}."""
+        given = param_group["params"]
+        given = [given] if isinstance(given, (nn.Module, Tensor)) else list(given)
+        weights = [weight for weight in paged_weights(given) if weight.table.trainable]
+        others = dict.fromkeys(
+            parameter
+            for each in given
+            for parameter in (each.parameters() if isinstance(each, nn.Module) else [each])
+            if not isinstance(parameter, PagedWeight)
+        )
+        if weights:
+            self._add_tables(param_group, weights)
+        if self._dense_args is not None:
+            if others:
+                self._add_dense(param_group | {"params": list(others)})
+            return
+        for each in given:
+            if not isinstance(each, (nn.Module, PagedWeight)):
+                kind = type(each).__name__
+                remedy = "give the PagedEmbedding or its model; w2v.optimizer takes both"
+                raise TypeError(f"{kind} is not a module; {remedy}")
+        if not weights:
             raise ValueError("these modules have no PagedEmbedding that is trained")
-        parameters = [table.parameter for table in tables]
-        if not self._tables.keys().isdisjoint(parameters):
+
+    def _add_tables(self, param_group: dict[str, Any], weights: Sequence[PagedWeight]) -> None:
+        tables = [weight.table for weight in weights]
+        is_one = self._dense_args is not None
+        parameters = weights if is_one else [table.parameter for table in tables]
+        if not set(self._tables.values()).isdisjoint(tables):
             raise ValueError("a PagedEmbedding is in two groups; give each table once")
         if len({table.ranks.size for table in [*self._tables.values(), *tables]}) > 1:
             raise ValueError("tables differ in process_group; give all of them the same")
@@ -101,11 +127,44 @@ class PagedOptimizer(torch.optim.Optimizer):
             if table not in opened:
                 table.attach(optimizer)
             table.fused = self._fused
+            table.shows_grad = is_one
             table.checked = None
             table.check(optimizer)
-        super().add_param_group(dict(param_group, params=parameters))
         self._tables.update(zip(parameters, tables, strict=True))
+        super().add_param_group(dict(param_group, params=parameters))
         share_cache(list(self._tables.values()))
+        self._link()
+
+    def _add_dense(self, param_group: dict[str, Any]) -> None:
+        """Step other parameters by an optimizer of torch."""
+        if self._dense is None:
+            settings = dict(self._dense_args or {})
+            kind = find_class(optimizer_name(settings.pop("optimizer")))
+            self._dense = kind([param_group], **settings)
+        else:
+            self._dense.add_param_group(param_group)
+        self.param_groups.append(self._dense.param_groups[-1])
+        self._link()
+
+    def _link(self) -> None:
+        """Share groups and states with the optimizer of the dense parameters."""
+        if self._dense_args is not None:
+            # torch.distributed.checkpoint would step an optimizer without a state.
+            for parameter in self._tables:
+                self.state.setdefault(parameter, {})
+        if self._dense is not None:
+            groups = [group for group in self.param_groups if not self._has_tables(group)]
+            self._dense.param_groups, self._dense.state = groups, self.state
+
+    def _has_tables(self, group: dict[str, Any]) -> bool:
+        return any(parameter in self._tables for parameter in group["params"])
+
+    def _table_groups(self) -> Iterator[tuple[dict[str, Any], RowOptimizer, list[PagedTable]]]:
+        """Yield groups of tables, with their optimizers as they are now."""
+        for number, group in enumerate(self.param_groups):
+            if self._has_tables(group):
+                tables = [self._tables[parameter] for parameter in group["params"]]
+                yield group, self._row_optimizer(number, group), tables
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -126,10 +185,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         steps = []
-        for number, group in enumerate(self.param_groups):
+        for group, optimizer, tables in self._table_groups():
             lr = _rate(group["lr"])
-            optimizer = self._row_optimizer(number, group)
-            tables = [self._tables[parameter] for parameter in group["params"]]
             for table in tables:
                 table.check(optimizer)
             steps.append((tables, optimizer, lr))
@@ -142,6 +199,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             else:
                 for table in tables:
                     table.step(optimizer, lr)
+        if self._dense is not None:
+            self._dense.step()
         return loss
 
     def pages(
@@ -199,6 +258,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Drop the gradients of all tables, or set them to zero."""
         for table in self._tables.values():  # several times faster than torch's own way
             table.zero_grad(set_to_none)
+        if self._dense is not None:
+            self._dense.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
@@ -208,17 +269,26 @@ class PagedOptimizer(torch.optim.Optimizer):
         sizes of Rprop and ASGD are the learning rate.
         """
         found = super().state_dict()
-        states = []
-        for number, group in enumerate(self.param_groups):
-            optimizer = self._row_optimizer(number, group)
-            for parameter in group["params"]:
-                table = self._tables[parameter]
+        states: dict[int, Any] = found["state"]
+        numbers = self._numbers()
+        for group, optimizer, tables in self._table_groups():
+            for table in tables:
+                states.pop(numbers[table], None)
                 gathered = [(name, table.gather(value)) for name, value in table.state().items()]
-                if self._ranks.rank == 0:
-                    state = {name: value for name, value in gathered if value is not None}
+                state = {name: value for name, value in gathered if value is not None}
+                if state and self._ranks.rank == 0:
                     optimizer.set_rates(state, _rate(group["lr"]))
-                    states.append(state)
-        return found | {"state": {n: state for n, state in enumerate(states) if state}}
+                    states[numbers[table]] = state
+        return found | {"state": dict(sorted(states.items()))}
+
+    def _numbers(self) -> dict[PagedTable, int]:
+        """Return the number of each table among all parameters."""
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        return {
+            self._tables[parameter]: number
+            for number, parameter in enumerate(parameters)
+            if parameter in self._tables
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch's optimizer of dense tables.
@@ -232,19 +302,21 @@ class PagedOptimizer(torch.optim.Optimizer):
             found = f"state_dict begins with {[*state_dict][:3]} and has no {sorted(missing)[0]}"
             raise ValueError(f"{found}; give an optimizer's")
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        loaded = []
-        for number, table in zip(numbers, self._tables.values(), strict=False):
-            state = table.state()
-            given = state_dict["state"].get(number, {})
+        loaded, others = [], dict(state_dict["state"])
+        for table, place in self._numbers().items():
+            state, given = table.state(), {}
+            if place < len(numbers):
+                given = others.pop(numbers[place], {})
             # Some classes of torch count steps by an int, and keep None for an unused state.
             given = {name: as_tensor(value) for name, value in given.items() if value is not None}
             given = given or table.initial_state()
             rows = table.num_embeddings
             shapes = {name: (rows, *own.shape[1:])[: own.dim()] for name, own in state.items()}
             if {name: value.shape for name, value in given.items()} != shapes:
-                raise ValueError(f"the state of table {number} is of another optimizer or shape")
+                raise ValueError(f"the state of table {place} is of another optimizer or shape")
             loaded.append((table, state, given))
-        super().load_state_dict(state_dict | {"state": {}})  # checks the numbers of tables
+        super().load_state_dict(state_dict | {"state": others})  # checks the numbers of tables
+        self._link()
         for table, state, given in loaded:
             table.store.version += 1
             for name, value in given.items():
@@ -289,7 +361,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def _ranks(self) -> Ranks:
-        return next(iter(self._tables.values())).ranks
+        return next((table.ranks for table in self._tables.values()), SINGLE)
 
     def _parts(self) -> list[Table]:
         """Return what is written of each table, with a name of its own."""
@@ -304,7 +376,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold."""
-        names = "_name", "_counts", "_fused", "_tables"
+        names = "_name", "_counts", "_fused", "_tables", "_dense", "_dense_args"
         own = {name: getattr(self, name) for name in names}
         return super().__getstate__() | own | {"_row_optimizers": {}}
 
@@ -318,6 +390,29 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._row_optimizers[number] = args, RowOptimizer(config, may_change=True)
         _, optimizer = self._row_optimizers[number]
         return optimizer
+
+
+def optimizer(
+    model: nn.Module | Iterable[dict[str, Any]],
+    optimizer: str | type[torch.optim.Optimizer] = "Adam",
+    *,
+    lr: float,
+    dense: dict[str, Any] | None = None,
+    **settings: Any,
+) -> PagedOptimizer:
+    """Return one optimizer for the paged tables and all other parameters.
+
+        optimizer = w2v.optimizer(model, "Adam", lr=0.05, dense={"lr": 0.001})
+
+    Args:
+        model: The model, or groups of parameters as in torch.
+        optimizer: Class, or the name of one in torch.optim.
+        lr: Learning rate of the tables. Sparse rows need 10 to 200 times torch's defaults.
+        dense: Arguments for the other parameters, where they differ from those of the tables;
+            {"optimizer": "SGD", "lr": 0.1} names another class, with its arguments.
+        **settings: Further arguments of `PagedOptimizer`.
+    """
+    return PagedOptimizer(model, optimizer, lr=lr, dense=dense or {}, **settings)
 
 
 def _rate(lr: Any) -> float:

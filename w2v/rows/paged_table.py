@@ -118,18 +118,14 @@ class PagedTable:
         return store.table["weight"]
 
     def whole(self) -> Tensor:
-        """Return all weights as forward passes give them; a view where it can be."""
-        try:
-            return self.stored().to(self.device, self.parameter.dtype)
+        """Return a copy of all weights, as forward passes give them."""
+        stored_VD = self.stored()
+        try:  # contiguous, as torch's kernels give other last bits for strided weights
+            whole_VD = torch.empty(stored_VD.shape, dtype=self.parameter.dtype, device=self.device)
+            return whole_VD.copy_(stored_VD)
         except torch.OutOfMemoryError:
             reason = f"{self.num_embeddings:,} rows of weights do not fit on {self.device}"
             raise MemoryError(f"{reason}; for logits use table.linear(h)") from None
-
-    @property
-    def is_in_place(self) -> bool:
-        """Return whether `whole` is a view of the table."""
-        weight = self.opened().table["weight"]
-        return (weight.device, weight.dtype) == (self.device, self.parameter.dtype)
 
     @property
     def trains(self) -> bool:
@@ -335,6 +331,8 @@ class PagedTable:
             return
         if self.fused:
             self.check_fused(optimizer)
+        if optimizer.state_count and not self._layout.states:
+            self.attach(optimizer)  # as torch, which makes a state when a step first needs it
         wanted, found = self.layout_for(optimizer).names(), self._layout.names()
         if wanted != found:
             reason = f"a step now needs the state {wanted}, but the table has {found}"
@@ -635,42 +633,33 @@ class PagedWeight(nn.Parameter):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Call an operation of torch with the weights themselves."""
         kwargs = kwargs or {}
         schema, aten = func._schema, torch.ops.aten
-        given = zip(schema.arguments, args, strict=False)  # those that are written come first
         written = [
             weight
-            for argument, value in given
+            for argument, value in zip(schema.arguments, args, strict=False)
             if argument.alias_info and argument.alias_info.is_write
             for weight in tree_leaves(value)
             if isinstance(weight, PagedWeight)
         ]
         is_view = not written and any(result.alias_info for result in schema.returns)
-        # What may be written is a view of the table. With a gradient torch refuses to write.
+        # Views of the table may be written. With a gradient torch refuses that, and the transposed
+        # weight is a factor of a product.
         is_stored = is_view and (func is aten.detach.default or not torch.is_grad_enabled())
         is_stored &= func not in (aten.t.default, aten.transpose.int, aten.permute.default)
-        is_stored |= func is aten.copy_.default and bool(written)
-
-        def values(weight: PagedWeight) -> Tensor:
-            return weight.table.stored() if is_stored else weight.table.whole()
-
-        read = {id(weight): values(weight) for weight in written}
-        given = tree_map_only(
-            PagedWeight,
-            lambda weight: read[id(weight)] if id(weight) in read else values(weight),
-            (args, kwargs or {}),
-        )
-        result = func(*given[0], **given[1])
-        for weight in written:
-            table = weight.table
-            if not (is_stored or table.is_in_place):
-                table.stored().copy_(read[id(weight)])
-        for weight in tree_leaves((args, kwargs)) if is_view or written else ():
-            if isinstance(weight, PagedWeight):
-                weight.table.store.version += 1  # rows that were read before are out of date
+        is_stored |= func in (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
+        used: dict[PagedWeight, Tensor] = {}
+        for weight in tree_leaves((args, kwargs)):
+            if isinstance(weight, PagedWeight) and weight not in used:
+                used[weight] = weight.table.stored() if is_stored else weight.table.whole()
+        result = func(*tree_map_only(cls, used.get, args), **tree_map_only(cls, used.get, kwargs))
+        for weight in used if is_view and is_stored else written:
+            if not is_stored:
+                weight.table.stored().copy_(used[weight])
+            weight.table.store.version += 1  # rows that were read before are out of date
         return written[0] if written and result is not None else result
 
     @property
@@ -749,7 +738,7 @@ class PagedWeight(nn.Parameter):
 def _take_gradient(weight: Any) -> None:
     """Give the gradient of a whole weight to its table."""
     own_grad: Any = Tensor.grad
-    grad_VD = own_grad.__get__(weight)
-    own_grad.__set__(weight, None)
-    weight.table.check_gradient()
-    weight.table.add_whole_grad(grad_VD.detach())
+    if (grad_VD := own_grad.__get__(weight)) is not None:  # `linear` has given it to the table
+        own_grad.__set__(weight, None)
+        weight.table.check_gradient()
+        weight.table.add_whole_grad(grad_VD.detach())

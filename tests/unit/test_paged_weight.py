@@ -364,18 +364,24 @@ import torch
 from torch import nn
 from w2v import PagedEmbedding, PagedOptimizer
 torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-model = nn.Sequential(PagedEmbedding(9, 6), nn.Linear(6, 1))
-paged = PagedOptimizer(model, "SGD", lr=1.0)
-parallel = nn.parallel.DistributedDataParallel(model)
-expected = model[0].weight.detach().clone()
-for _ in range(3):
-    parallel(torch.tensor([1, 2])).sum().backward()
-    expected[1:3] -= model[1].weight.detach()
-    paged.step()
-torch.testing.assert_close(model[0].weight.detach(), expected)
+def trained(process_group):
+    table = PagedEmbedding(9, 6, process_group=process_group)
+    model = nn.Sequential(table, nn.Linear(6, 1))
+    paged = PagedOptimizer(model, "SGD", lr=1.0)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    expected = table.weight.clone()
+    for _ in range(3):
+        parallel(torch.tensor([1, 2])).sum().backward()
+        expected[1:3] -= model[1].weight.detach()
+        paged.step()
+    torch.testing.assert_close(table.weight, expected)
+trained(torch.distributed.group.WORLD)
 print("trained")
+trained(None)
 """
-    assert "trained" in run_python(code).stdout
+    done = run_python(code)
+    assert done.stdout == "trained\n"
+    assert "cannot train in DistributedDataParallel: each process would have" in done.stderr
 
 
 def test_saved_models_have_their_table():

@@ -149,11 +149,12 @@ class PagedRows(nn.Module):
             init=first,
             has_zero_padding=padding_idx is not None and first is init,
             trainable=not _freeze,
+            shares_no_rows=process_group is None,
         )
         if first is None and seed is None:
             table.draw_normal(num_embeddings)
         self.sparse = sparse
-        # Rows of several ranks have their own exchange: data-parallel modules shall not see them.
+        # Rows of a process group have their own exchange: data-parallel modules do not see them.
         weights = self._parameters if process_group is None else vars(self)
         weights["weight"] = PagedWeight(table)
 
@@ -241,13 +242,6 @@ class PagedRows(nn.Module):
             remedy = "write into it: table.weight.data.copy_(values); to tie, assign table.weight"
             raise ValueError(f"weight cannot be replaced; {remedy} to the other module")
         super().register_parameter(name, param)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        # Data-parallel modules ask each module for its own, to average their gradients.
-        if recurse:
-            yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     @contextlib.contextmanager
     def _without_weight(self) -> Iterator[None]:
@@ -467,12 +461,16 @@ class Use(NamedTuple):
 
 def find(table: PagedTable, ids: Ids) -> RowsOfIds:
     """Look up ids, and begin to bring their rows."""
-    is_alone, dist = table.trains and table.ranks.size == 1, torch.distributed
-    if is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
-            f"this PagedEmbedding cannot train in {dist.get_world_size()} processes: each would "
-            "have a table of its own; make it with process_group=torch.distributed.group.WORLD"
-        )
+    dist = torch.distributed
+    if table.trains and table.shares_no_rows and dist.is_available() and dist.is_initialized():
+        parallel = nn.parallel.DistributedDataParallel
+        size, used_by = dist.get_world_size(), getattr(parallel, "_active_ddp_module", None)
+        if size > 1 or used_by is not None:
+            where = f"{size} processes" if size > 1 else parallel.__name__
+            raise RuntimeError(
+                f"this PagedEmbedding cannot train in {where}: each process would have a table of "
+                "its own; make it with process_group=torch.distributed.group.WORLD"
+            )
     found = table.announced  # whose rows are there, unless other uses have evicted them
     if found is None or not found.is_of(ids):
         if table.ranks.size > 1:

@@ -148,10 +148,6 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _link(self) -> None:
         """Share groups and states with the optimizer of the dense parameters."""
-        if self._dense_args is not None:
-            # torch.distributed.checkpoint would step an optimizer without a state.
-            for parameter in self._tables:
-                self.state.setdefault(parameter, {})
         if self._dense is not None:
             groups = [group for group in self.param_groups if not self._has_tables(group)]
             self._dense.param_groups, self._dense.state = groups, self.state
@@ -201,7 +197,14 @@ class PagedOptimizer(torch.optim.Optimizer):
                     table.step(optimizer, lr)
         if self._dense is not None:
             self._dense.step()
+        self._note_state()
         return loss
+
+    def _note_state(self) -> None:
+        """Note that there is a state: else torch.distributed.checkpoint steps."""
+        for parameter in self._tables:
+            if parameter not in self.state:
+                self.state[parameter] = {"step": torch.zeros(())}
 
     def pages(
         self,
@@ -317,6 +320,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             loaded.append((table, state, given))
         super().load_state_dict(state_dict | {"state": others})  # checks the numbers of tables
         self._link()
+        self._note_state()
         for table, state, given in loaded:
             table.store.version += 1
             for name, value in given.items():

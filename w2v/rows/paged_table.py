@@ -71,6 +71,7 @@ class PagedTable:
     include_last_offset: bool = False  # of bags
     trainable: bool = True  # as `requires_grad` of its weight
     shows_grad: bool = False  # as `grad` of its weight
+    shares_no_rows: bool = True  # with other processes, as it was made without a process group
     fused: bool = False
     is_reset: bool = False  # also where a file would be continued
 

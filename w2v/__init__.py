@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from w2v.api.train import train
     from w2v.api.vectors import Vectors, load
     from w2v.api.word2vec import Word2Vec
-    from w2v.rows.embedding import PagedEmbedding, PagedEmbeddingBag
+    from w2v.rows.embedding import PagedEmbedding, PagedEmbeddingBag, page, unpage
     from w2v.rows.optimizer import PagedOptimizer, optimizer
     from w2v.rows.store import RowStore
 
@@ -25,7 +25,9 @@ __all__ = [
     "compare",
     "load",
     "optimizer",
+    "page",
     "train",
+    "unpage",
 ]
 __version__ = "0.1.0"
 
@@ -37,6 +39,8 @@ PUBLIC = {
     "PagedOptimizer": "w2v.rows.optimizer",
     "RowStore": "w2v.rows.store",
     "optimizer": "w2v.rows.optimizer",
+    "page": "w2v.rows.embedding",
+    "unpage": "w2v.rows.embedding",
 }
 COMMANDS = {  # what the commands call
     "Vectors": "w2v.api.vectors",

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +51,8 @@ def uncompiled(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **settings: Any) -> Any:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise RuntimeError("rows of a paged table cannot be exported; export w2v.unpage(model)")
         if "torch._dynamo" not in sys.modules:
             return function(*args, **settings)
         if not disabled:
@@ -424,6 +426,98 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
             include_last_offset=table.include_last_offset,
             padding_idx=padding,
         )
+
+
+RULES = "padding_idx max_norm norm_type scale_grad_by_freq sparse mode include_last_offset".split()
+
+
+def page(
+    model: nn.Module, min_rows: int = 100_000, *, gpu_bytes: str | int = "10%", **settings: Any
+) -> nn.Module:
+    """Page the large embeddings of a model, in place; return the model.
+
+    Weights, ties, hooks and the state of random generators stay as they are. Make optimizers
+    afterwards. Subclasses of nn.Embedding and nn.EmbeddingBag are left alone.
+
+    Args:
+        model: The module around the embeddings.
+        min_rows: Smallest table that is paged.
+        gpu_bytes: As for a `PagedEmbedding`.
+        **settings: Further arguments of a `PagedEmbedding`. By default `storage` is "pinned" where
+            there is a GPU, and `device` is that of the weights.
+
+    Raises:
+        ValueError: Nothing can be paged.
+    """
+    kinds: dict[Any, Any] = {nn.Embedding: PagedEmbedding, nn.EmbeddingBag: PagedEmbeddingBag}
+    found: list[Any] = [module for module in model.modules() if type(module) in kinds]
+    large = [module for module in found if module.num_embeddings >= min_rows]
+    if not large or model in large:
+        most = max((module.num_embeddings for module in found), default=0)
+        reason = f"this model has no embedding of {min_rows:,} rows in it (the largest: {most:,})"
+        raise ValueError(f"{reason}; give min_rows, and the module around the embeddings")
+    settings = {"storage": "pinned" if torch.cuda.is_available() else "cpu"} | settings
+    weights: dict[nn.Parameter, nn.Parameter] = {}
+    kinds_of: dict[nn.Parameter, Any] = {}
+
+    def paged(module: Any) -> PagedRows:
+        old = module.weight
+        if old.is_meta or old.dtype.itemsize < 4:
+            reason = f"weights are {old.dtype} on {old.device}"
+            raise ValueError(f"{reason}; page a float32 model with its weights, for torch.autocast")
+        rules = {name: getattr(module, name) for name in RULES if hasattr(module, name)}
+        if kinds_of.setdefault(old, rules) != rules:
+            raise ValueError(f"modules of one weight differ: {kinds_of[old]} and {rules}")
+        sizes = {"gpu_bytes": gpu_bytes, "device": old.device, "dtype": old.dtype}
+        shape = module.num_embeddings, module.embedding_dim
+        made = kinds[type(module)](*shape, init=old, **rules, **sizes | settings)
+        made.weight = weights.setdefault(old, made.weight.requires_grad_(old.requires_grad))
+        return made
+
+    return _replace(model, {module: paged(module) for module in large}, weights)
+
+
+def unpage(model: nn.Module) -> nn.Module:
+    """Replace paged embeddings by torch's, in place; return the model.
+
+    Weights and ties stay as they are. For export, serving and other libraries.
+    """
+    weights: dict[nn.Parameter, nn.Parameter] = {}
+
+    def plain(module: PagedRows) -> nn.Module:
+        table, weight = module._table, module.weight
+        if table.ranks.size > 1:
+            raise ValueError("rows of several ranks are on all of them; load state_dict() instead")
+        if weight not in weights:
+            weights[weight] = nn.Parameter(table.whole(), weight.requires_grad)
+        kind: Any = nn.Embedding if table.mode is None else nn.EmbeddingBag
+        rules = {name: getattr(module, name) for name in RULES if hasattr(module, name)}
+        made = kind(*weight.shape, _weight=weights[weight], **rules)
+        made.weight = weights[weight]
+        return made
+
+    found = [module for module in model.modules() if isinstance(module, PagedRows)]
+    if not found or model in found:
+        raise ValueError("this model has no PagedEmbedding in it; give the module around it")
+    return _replace(model, {module: plain(module) for module in found}, weights)
+
+
+def _replace(
+    model: nn.Module, replaced: Mapping[Any, nn.Module], weights: Mapping[Any, nn.Parameter]
+) -> nn.Module:
+    """Put modules and weights in the places of others."""
+    for old, new in replaced.items():
+        kept = {name for name in vars(old) if "hook" in name or name not in vars(new)}
+        vars(new).update({name: vars(old)[name] for name in kept if not hasattr(type(new), name)})
+        new.train(old.training)
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child in replaced:
+                module._modules[name] = replaced[child]
+        for name, parameter in module._parameters.items():
+            if parameter in weights:
+                module._parameters[name] = weights[parameter]
+    return model
 
 
 def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:

@@ -32,7 +32,16 @@ from torch import Tensor, nn
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
 from w2v.rows.group import Function
-from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, RowsOfIds, as_tensor, stacked
+from w2v.rows.lookup import (
+    ComputedVectors,
+    Identity,
+    Ids,
+    RowError,
+    RowPage,
+    RowsOfIds,
+    as_tensor,
+    stacked,
+)
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable, PagedWeight
 from w2v.rows.shard import RoutedLookUp, look_up_alone
@@ -129,7 +138,7 @@ class PagedRows(nn.Module):
             check_table(num_embeddings, embedding_dim, {}, state_storage, dtype, None)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             limits = f"{-num_embeddings} to {num_embeddings - 1}"
-            raise IndexError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
+            raise RowError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
         if ranks.size > 1 and path is not None:
             raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
         first = _initialiser(init, num_embeddings, embedding_dim)
@@ -227,6 +236,7 @@ class PagedRows(nn.Module):
         `zero_grad` of a module around this one drops them if `w2v.optimizer` steps the table.
         """
         self._table.zero_grad()
+        super().zero_grad(set_to_none)
 
     def extra_repr(self) -> str:
         shown = f"{self.num_embeddings}, {self.embedding_dim}"
@@ -257,13 +267,14 @@ class PagedRows(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PagedRows:
         """Move the device of forward passes; the table stays where it is stored."""
         table = self._table
-        empty = fn(torch.empty_like(table.parameter[:0]).detach())
+        empty = torch.empty(0, self.embedding_dim, dtype=table.vector_dtype, device=table.device)
+        empty = fn(empty)
         if empty.device.type == "cpu" and empty.is_shared():
             raise ValueError("processes cannot share a table by share_memory(); use process_group")
-        if empty.dtype != table.parameter.dtype:
-            table.convert(empty)
+        if empty.dtype != table.vector_dtype:
+            table.convert(empty.dtype)
         if empty.device != self.device:
-            table.move(empty)
+            table.move(empty.to(table.parameter.dtype))
         self.weight.update_shape()
         with self._without_weight():
             return super()._apply(fn, recurse)
@@ -343,7 +354,7 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
         table = self._table
         if table.uses_kernels:
             return fused_vectors(table, input)
-        weight_UD, places, padding = fetch(table, input)
+        weight_UD, places, padding = fetch(self.weight, input, self.sparse)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
 
 
@@ -406,7 +417,7 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
             return fused_vectors(table, input, offsets)
-        weight_UD, places, padding = fetch(table, input)
+        weight_UD, places, padding = fetch(self.weight, input, self.sparse)
         if offsets is not None:
             offsets = offsets.to(places)
         if per_sample_weights is not None:
@@ -577,13 +588,14 @@ def find(table: PagedTable, ids: Ids) -> RowsOfIds:
     return found
 
 
-def fetch(table: PagedTable, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
+def fetch(weight: PagedWeight, ids: Ids, is_sparse: bool) -> tuple[Tensor, Tensor, int | None]:
     """Fetch the rows of ids.
 
     Returns:
         Their weights [U, D], which send their gradient to the page; the place of each id in them;
         and the place of the padding row, None where no id is padding.
     """
+    table = weight.table
     with table.opened().lock:
         found = find(table, ids)
         if isinstance(found.look_up, RoutedLookUp):
@@ -592,12 +604,34 @@ def fetch(table: PagedTable, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
         else:
             page, weight_UD = table.read(found)
             places_N, padding = found.places(), found.padding()
-    if table.trains:
+    if table.trains and not table.has_optimizer and weight.requires_grad:
+        rows_U = page.rows() - table.store.first_row
+        weight_UD = _RowsOfWeight.apply(weight, weight_UD, rows_U, is_sparse)
+    elif table.trains:
         weight_UD = nn.Parameter(weight_UD)
         # The graph keeps the page; without a backward pass it goes, and nothing has changed.
         collect = functools.partial(_collect, Use(table, found, page))
         weight_UD.register_post_accumulate_grad_hook(collect)
-    return weight_UD, places_N.view(found.shape), padding
+    return weight_UD.to(table.vector_dtype), places_N.view(found.shape), padding
+
+
+class _RowsOfWeight(torch.autograd.Function):
+    """Rows of a weight that no optimizer of this library steps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: PagedWeight, weight_UD: Tensor, rows_U: Tensor, is_sparse: bool
+    ) -> Tensor:
+        ctx.shape, ctx.rows_U, ctx.is_sparse = weight.shape, rows_U, is_sparse
+        return weight_UD.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_UD: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_sparse:
+            grad_VD = torch.sparse_coo_tensor(ctx.rows_U[None], grad_UD, ctx.shape)
+        else:
+            grad_VD = grad_UD.new_zeros(ctx.shape).index_copy(0, ctx.rows_U, grad_UD)
+        return grad_VD, None, None, None
 
 
 def _collect(use: Use, weight_UD: Any) -> None:

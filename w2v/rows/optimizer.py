@@ -130,6 +130,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             table.shows_grad = is_one
             table.checked = None
             table.check(optimizer)
+        for weight in weights:
+            weight.pass_gradient()  # of backward passes before
         self._tables.update(zip(parameters, tables, strict=True))
         super().add_param_group(dict(param_group, params=parameters))
         share_cache(list(self._tables.values()))

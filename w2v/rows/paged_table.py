@@ -83,8 +83,8 @@ class PagedTable:
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
         # The rows that have gradients: what gradient clipping and PagedOptimizer see. Modules have
         # a `PagedWeight`, which may be in an optimizer of the dense modules too.
-        computes_in = torch.promote_types(self.dtype, torch.float32)
-        empty = torch.empty(0, self.embedding_dim, dtype=computes_in, device=self.device)
+        self.vector_dtype = torch.promote_types(self.dtype, torch.float32)  # `convert` changes it
+        empty = torch.empty(0, self.embedding_dim, dtype=self.vector_dtype, device=self.device)
         self.parameter = nn.Parameter(empty)
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         self.sums: Tensor | None = None  # their gradients, once ranks have exchanged them
@@ -122,7 +122,7 @@ class PagedTable:
         """Return a copy of all weights, as forward passes give them."""
         stored_VD = self.stored()
         try:  # contiguous, as torch's kernels give other last bits for strided weights
-            whole_VD = torch.empty(stored_VD.shape, dtype=self.parameter.dtype, device=self.device)
+            whole_VD = torch.empty(stored_VD.shape, dtype=self.vector_dtype, device=self.device)
             return whole_VD.copy_(stored_VD)
         except torch.OutOfMemoryError:
             reason = f"{self.num_embeddings:,} rows of weights do not fit on {self.device}"
@@ -136,7 +136,8 @@ class PagedTable:
     @property
     def uses_kernels(self) -> bool:
         """Return whether kernels read vectors of ids and sum gradients."""
-        return self.fused and self.max_norm is None and not self.scale_grad_by_freq
+        has_rules = self.max_norm is not None or self.scale_grad_by_freq
+        return self.fused and not has_rules and self.vector_dtype == torch.float32
 
     @torch.no_grad()
     def read(self, found: UniqueRows) -> tuple[RowPage, Tensor]:
@@ -224,13 +225,10 @@ class PagedTable:
             self.drop_page()
 
     def check_gradient(self) -> None:
-        """Raise for gradients of gradients; warn if nothing steps the table."""
+        """Raise `RuntimeError` for gradients of gradients."""
         if torch.is_grad_enabled():
             remedy = "leave it out, or take torch.autograd.grad of the other parameters"
             raise RuntimeError(f"create_graph=True is not supported for paged rows; {remedy}")
-        if not self.has_optimizer:
-            unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
-            warnings.warn(unused, stacklevel=2)
 
     def add_whole_grad(self, grad_VD: Tensor) -> None:
         """Add a gradient of all rows to those that wait for the step."""
@@ -368,19 +366,20 @@ class PagedTable:
             regroup(self.store, new, self.device)
 
     @outside_inference
-    def convert(self, empty: Tensor) -> None:
-        """Store rows in the dtype of an empty tensor from now on."""
-        if empty.dtype.itemsize < 4 or self.dtype.itemsize < 4 or self.path is not None:
-            reason = f"vectors are {self.parameter.dtype} and cannot become {empty.dtype}"
-            raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
+    def convert(self, dtype: torch.dtype) -> None:
+        """Store rows, and give vectors, in a dtype from now on."""
+        if self.path is not None:
+            raise ValueError(f"path={self.path}: a file keeps its {self.dtype}; use torch.autocast")
         self._check_no_grad()
         old = self.opened().table
         with self.store.lock:
-            self.dtype = empty.dtype
+            self.dtype = self.vector_dtype = dtype
             new = self._copy_table(self.num_embeddings, self._layout, list(old.columns))
             for name, value in old.scalars.items():
-                new.scalars[name].copy_(value)
-            self.parameter.data = self.parameter.data.to(empty.dtype)
+                if name in new.scalars:
+                    new.scalars[name].copy_(value)
+            self.parameter.data = self.parameter.to(torch.promote_types(dtype, torch.float32)).data
+            self.checked = None
             regroup(self.store, new, self.device)
 
     @outside_inference
@@ -594,6 +593,9 @@ def normal_rows(
         yield start, drawn.normal_(generator=generator)
 
 
+OWN_GRAD: Any = Tensor.grad
+
+
 class PagedWeight(nn.Parameter):
     """Weights [V, D] of a table, as the parameter of its module.
 
@@ -602,8 +604,9 @@ class PagedWeight(nn.Parameter):
 
     Attributes:
         table: Of several ranks, a weight has this rank's rows, and gets no gradient.
-        grad: None, so that optimizers of dense modules pass it over; with `shows_grad`, the
-            gradients of the rows that have some, [U, D]. A gradient that is set is [V, D].
+        grad: Without an optimizer of this library that of torch. With a `PagedOptimizer` None, so
+            that one of dense modules passes it over; with `w2v.optimizer` the gradients of the rows
+            that have some, [U, D]. One that is set is of all rows, [V, D].
     """
 
     table: PagedTable
@@ -612,7 +615,7 @@ class PagedWeight(nn.Parameter):
     def __new__(cls, table: PagedTable) -> PagedWeight:
         weight = cls._of_shape(table)
         weight.table = table
-        weight.register_post_accumulate_grad_hook(_take_gradient)
+        weight.register_post_accumulate_grad_hook(_on_gradient)
         return weight.requires_grad_(table.trainable)
 
     @classmethod
@@ -622,7 +625,7 @@ class PagedWeight(nn.Parameter):
             cls,
             shape,
             strides=(shape[1] + 1, 1),  # as of a part of records: `view` is refused
-            dtype=table.parameter.dtype,
+            dtype=table.vector_dtype,
             device=table.device,
             requires_grad=True,
         )
@@ -679,14 +682,27 @@ class PagedWeight(nn.Parameter):
         with torch.no_grad():
             self.copy_(values)
 
+    def pass_gradient(self) -> None:
+        """Give a gradient of all rows to the table, which has got an optimizer."""
+        grad_VD = OWN_GRAD.__get__(self)
+        if grad_VD is None:
+            return
+        OWN_GRAD.__set__(self, None)
+        grad_VD = grad_VD.detach()
+        self.table.add_whole_grad(grad_VD.to_dense() if grad_VD.is_sparse else grad_VD)
+
     @property
     def grad(self) -> Tensor | None:
+        if not self.table.has_optimizer:
+            return OWN_GRAD.__get__(self)
         return self.table.parameter.grad if self.table.shows_grad else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         table = self.table
-        if value is None:
+        if not table.has_optimizer:
+            OWN_GRAD.__set__(self, value)
+        elif value is None:
             table.zero_grad()
         elif value is not table.parameter.grad:
             if value.shape != self.shape:
@@ -736,10 +752,11 @@ class PagedWeight(nn.Parameter):
         return PagedWeight, (self.table,)
 
 
-def _take_gradient(weight: Any) -> None:
-    """Give the gradient of a whole weight to its table."""
-    own_grad: Any = Tensor.grad
-    if (grad_VD := own_grad.__get__(weight)) is not None:  # `linear` has given it to the table
-        own_grad.__set__(weight, None)
+def _on_gradient(weight: PagedWeight) -> None:
+    """Take the gradient of a backward pass."""
+    if weight.table.has_optimizer:
         weight.table.check_gradient()
-        weight.table.add_whole_grad(grad_VD.detach())
+        weight.pass_gradient()
+    else:
+        unused = "no PagedOptimizer steps this PagedEmbedding, so that weight.grad has all rows"
+        warnings.warn(f"{unused}; w2v.optimizer is faster", stacklevel=2)

@@ -12,7 +12,8 @@ import argparse
 import torch
 from torch import nn
 
-from w2v import PagedEmbedding, PagedOptimizer
+import w2v
+from w2v import PagedEmbedding
 from w2v.rows.table import normal
 
 TASTE = 4  # dimensions
@@ -63,21 +64,17 @@ def main(arguments=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     model = NeuMF(options.users, options.items, options.dim, options.storage).to(device)
-    paged = PagedOptimizer(model, "Adamax", lr=0.05, betas=(0.5, 0.99))
-    dense = torch.optim.Adam(model.parameters(), lr=0.005)
-    schedules = [
-        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, options.steps)
-        for optimizer in (paged, dense)
-    ]
+    dense = {"optimizer": "Adam", "lr": 0.005}
+    optimizer = w2v.optimizer(model, "Adamax", lr=0.05, betas=(0.5, 0.99), dense=dense)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, options.steps)
     for step in range(options.steps):
         user_ids, item_ids, clicked = clicks(options)
         logits = model(user_ids, item_ids)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, clicked.to(device))
-        paged.zero_grad()
-        dense.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        for each in (paged, dense, *schedules):
-            each.step()
+        optimizer.step()
+        schedule.step()
         if step % max(1, options.steps // 10) == 0:
             print(f"step {step:,}: loss {loss:.3f}")
 

@@ -46,7 +46,7 @@ def test_example_learns_on_two_ranks():
 
 def test_blocks_of_the_guide_run(tmp_path, monkeypatch, capsys):
     guide = (DOCS / "library.md").read_text(encoding="utf-8")
-    model, rows = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    model, paged, rows = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(model, "library.md", "exec"), names)
@@ -55,5 +55,15 @@ def test_blocks_of_the_guide_run(tmp_path, monkeypatch, capsys):
     assert np.load("users.npy").shape == (10_000, 16)
     saved = torch.load("checkpoint.pt")
     names["model"].load_state_dict(saved["model"])
-    names["paged"].load_state_dict(saved["paged"])
-    exec(compile(rows, "library.md", "exec"), {})
+    names["optimizer"].load_state_dict(saved["optimizer"])
+    for block in (paged, rows):
+        exec(compile(block, "library.md", "exec"), {})
+
+
+def test_the_script_from_speedtorch_runs():
+    page = (DOCS / "moving.md").read_text(encoding="utf-8")
+    _, section = page.split("## From SpeedTorch")
+    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {}
+    exec(compile(script, "moving.md", "exec"), names)
+    assert names["losses"][-1] < 0.7 * names["losses"][0]

@@ -28,7 +28,7 @@ PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check -c .ci/const
 .DEFAULT_GOAL := help
 .PHONY: help setup train evaluate compare sweep test test-faults test-readme test-gpu sanitize \
   bench bench-cpu bench-transfer bench-train bench-zipf bench-ranks bench-precision bench-run \
-  bench-library smoke docs lint clean
+  bench-library smoke docs lint clean test-clients
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' \
@@ -87,6 +87,16 @@ TEST_ON_CPU = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $
 
 test: $(TOOLS) ## run the tests that need no GPU
 	$(TEST_ON_CPU) -m "not gpu" $(ARGS)
+
+# In a virtual environment of their own, with the packages of this one behind them.
+CLIENTS := transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6
+CLIENTS_VENV := build/clients
+test-clients: $(TOOLS) ## train paged models in transformers, accelerate and lightning
+	$(PY) -m venv $(CLIENTS_VENV)
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$(echo $(CLIENTS_VENV)/lib/python*/site-packages)/own.pth
+	$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check $(CLIENTS)
+	CUDA_VISIBLE_DEVICES= $(CLIENTS_VENV)/bin/python -m pytest -q tests/clients $(ARGS)
 
 # The last lines need a GPU; estimates one for themselves.
 test-faults: $(TOOLS) ## kill runs 170 times, try 2,600 random inputs and damages; ten minutes

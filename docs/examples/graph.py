@@ -93,7 +93,7 @@ def train_library(neighbors, options):
             loss.backward()
             paged.step()
         print(f"epoch {epoch + 1}: loss {loss:.3f}")
-    return centers.weight.cpu()
+    return centers.weight.detach().cpu()
 
 
 def main(arguments=None):

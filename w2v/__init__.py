@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from w2v.api.vectors import Vectors, load
     from w2v.api.word2vec import Word2Vec
     from w2v.rows.embedding import PagedEmbedding, PagedEmbeddingBag, page, unpage
+    from w2v.rows.optim import RowwiseAdagrad, RowwiseAdam
     from w2v.rows.optimizer import PagedOptimizer, optimizer
     from w2v.rows.store import RowStore
 
@@ -19,6 +20,8 @@ __all__ = [
     "PagedEmbeddingBag",
     "PagedOptimizer",
     "RowStore",
+    "RowwiseAdagrad",
+    "RowwiseAdam",
     "Vectors",
     "Word2Vec",
     "__version__",
@@ -38,6 +41,8 @@ PUBLIC = {
     "PagedEmbeddingBag": "w2v.rows.embedding",
     "PagedOptimizer": "w2v.rows.optimizer",
     "RowStore": "w2v.rows.store",
+    "RowwiseAdagrad": "w2v.rows.optim",
+    "RowwiseAdam": "w2v.rows.optim",
     "optimizer": "w2v.rows.optimizer",
     "page": "w2v.rows.embedding",
     "unpage": "w2v.rows.embedding",

@@ -1,4 +1,4 @@
-"""Real programs train a paged model as they do torch's: `make test-clients`."""
+"""Real programs train paged models as torch's: `make test-clients`."""
 
 import copy
 

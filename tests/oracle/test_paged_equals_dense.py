@@ -20,7 +20,7 @@ from tests.support.embeddings import (
     weights,
 )
 from tests.support.pairwise import pairwise
-from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowwiseAdagrad, RowwiseAdam
 from w2v.config import OPTIMIZERS
 
 
@@ -161,6 +161,26 @@ def test_the_norm_of_a_single_row_is_that_of_its_weights(tmp_path, storage, devi
             (table(torch.tensor([turn % 2], device=device)) ** 2).sum().backward()
             optimizer.step()
         assert_equal(paged, dense)
+
+
+@somewhere
+@pytest.mark.parametrize("step", ["table", "row"])
+@each_case("kind", [RowwiseAdagrad, RowwiseAdam])
+def test_states_of_one_number_a_row(tmp_path, storage, device, kind, step):
+    args = {"weight_decay": 0.01, "lr": 0.1}
+    paged = embedding(tmp_path, storage, device)
+    paged_optimizer = PagedOptimizer(paged, kind, step=step, **args)
+    dense, _ = dense_twin(paged)
+    dense_optimizer = kind(dense.parameters(), **args)
+    for ids, target in batches():
+        for table, optimizer in ((paged, paged_optimizer), (dense, dense_optimizer)):
+            optimizer.zero_grad()
+            (table(ids.to(device)).tanh().sum(-1) * target.to(device)).sum().backward()
+            optimizer.step()
+    assert_equal(paged, dense)
+    state = paged_optimizer.state_dict()["state"][0]
+    (narrow,) = state.keys() & {"sum", "exp_avg_sq"}
+    assert state[narrow].shape == (ROWS, 1)
 
 
 BAGS = [

@@ -432,7 +432,7 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
             weight_UD.contiguous(),
             offsets,
             scale_grad_by_freq=table.scale_grad_by_freq,
-            mode=table.mode,
+            mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=table.include_last_offset,
             padding_idx=padding,

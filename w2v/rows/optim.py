@@ -81,8 +81,9 @@ class RowOptimizer:
                 self.lr_states = [key for key in first if not torch.equal(first[key], other[key])]
         for key in self.lr_states:
             first[key] = torch.zeros_like(first[key])
-        # States as wide as the weight, and scalars; with their first values.
+        # States of rows, of which some have one number a row, and scalars; with first values.
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
+        self._narrow = {key for key, value in first.items() if value.shape[1:] == (1,)}
         self._unread = set()
         if self.formula.startswith("adam") and self._hyper.beta1 == 0 and not may_change:
             self._unread.add("exp_avg")
@@ -103,7 +104,10 @@ class RowOptimizer:
 
     def states(self, dim: int) -> dict[str, RowState]:
         """Return what a record holds besides its D weights, in order."""
-        states = {key: RowState(dim, value) for key, value in self._wide.items()}
+        states = {
+            key: RowState(1 if key in self._narrow else dim, value)
+            for key, value in self._wide.items()
+        }
         if self._per_row:
             own = self._scalars.items()
             states |= {key: RowState(1, float(value), counts=True) for key, value in own}
@@ -249,7 +253,8 @@ def _find_state(cls: type[Optimizer], args: dict[str, Any], rowwise: bool) -> di
     """
     first = _first_state(cls, args)
     for key, value in first.items():
-        is_row_aligned = value.shape == SHAPE and bool((value == value[0, 0]).all())
+        is_of_rows = value.shape in (SHAPE, (SHAPE[0], 1))
+        is_row_aligned = is_of_rows and bool((value == value[0, 0]).all())
         if value.dim() and not is_row_aligned:
             raise RuntimeError(f"its state {key!r} is not aligned with the rows")
     if not (rowwise or _rows_are_separable(cls, args, first)):
@@ -287,6 +292,84 @@ def _rows_are_separable(
 
     separate = np.concatenate([trained(slice(row, row + 1), first) for row in range(4)])
     return np.allclose(trained(slice(None), {}), separate, rtol=1e-5, atol=1e-7)
+
+
+class _Rowwise(Optimizer):
+    """Optimizer with states of one number a row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the parameters that have a gradient; return the loss of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (grad := parameter.grad) is not None:
+                    if group["weight_decay"]:
+                        grad = grad.add(parameter, alpha=group["weight_decay"])
+                    self._step_one(parameter, grad, self.state[parameter], group)
+        return loss
+
+    def _step_one(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class RowwiseAdam(_Rowwise):
+    """Adam whose second moment is one number a row: a mean over the row."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, own)
+
+    def _step_one(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        square_V1 = grad.square().mean(-1, keepdim=True)
+        if not state:
+            state["step"] = torch.zeros((), device="cpu")
+            state["exp_avg"] = torch.zeros_like(grad)
+            state["exp_avg_sq"] = torch.zeros_like(square_V1)
+        state["step"] += 1
+        steps = float(state["step"])
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].lerp_(square_V1, 1 - beta2)
+        root_V1 = state["exp_avg_sq"].div(1 - beta2**steps).sqrt_().add_(group["eps"])
+        rate = float(group["lr"]) / (1 - beta1**steps)
+        weight.addcdiv_(state["exp_avg"], root_V1, value=-rate)
+
+
+class RowwiseAdagrad(_Rowwise):
+    """Adagrad with one number a row: the sum of means of squared gradients.
+
+    As the exact row-wise Adagrad of FBGEMM and TorchRec.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def _step_one(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        square_V1 = grad.square().mean(-1, keepdim=True)
+        if not state:
+            state["sum"] = torch.zeros_like(square_V1)
+        state["sum"] += square_V1
+        root_V1 = state["sum"].sqrt().add_(group["eps"])
+        weight.addcdiv_(grad, root_V1, value=-float(group["lr"]))
 
 
 def optimizer_name(optimizer: str | type[Optimizer]) -> str:

@@ -50,6 +50,8 @@ WHOLE = [
     lambda table, ids: table.weight.norm(),
     lambda table, ids: (torch.cat([table.weight, table.weight])[2:12] ** 2).sum(),
     lambda table, ids: (table.weight[2:5] * table.weight[3]).sum(),
+    lambda table, ids: F.embedding(ids[:2].view(2, 1), table.weight).square().sum(),
+    lambda table, ids: table.weight.index_select(0, ids[:2]).square().sum(),
     lambda table, ids: (table.weight[ids[:2]] * torch.randn(2, DIM).to(ids.device)).sum(),
 ]
 
@@ -316,6 +318,19 @@ def test_a_table_grows_with_its_data_as_resized_token_embeddings():
     table.weight.square().sum().backward()
     optimizer.step()
     assert not torch.equal(table([ROWS + 1]), torch.ones(1, DIM))
+
+
+def test_operations_may_write_to_the_weight_as_their_output():
+    table = twins()[0][0]
+    with torch.no_grad():
+        torch.add(torch.ones(ROWS, DIM), 1.0, out=table.weight)
+    assert torch.equal(weights(table), torch.full((ROWS, DIM), 2.0))
+
+
+def test_growing_draws_nothing():
+    table, before = PagedEmbedding(ROWS, DIM), torch.get_rng_state()
+    table.weight.data = torch.ones(ROWS + 1, DIM)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_models_change_between_float32_and_float64():

@@ -32,16 +32,7 @@ from torch import Tensor, nn
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
 from w2v.rows.group import Function
-from w2v.rows.lookup import (
-    ComputedVectors,
-    Identity,
-    Ids,
-    RowError,
-    RowPage,
-    RowsOfIds,
-    as_tensor,
-    stacked,
-)
+from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, RowsOfIds, as_tensor, stacked
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable, PagedWeight
 from w2v.rows.shard import RoutedLookUp, look_up_alone
@@ -49,6 +40,10 @@ from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
+
+
+class RowError(IndexError, RuntimeError, AssertionError):
+    """A number that is no row; torch raises one of these for each use."""
 
 
 def uncompiled(function: Function) -> Function:
@@ -415,9 +410,12 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
         kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
         if offsets is not None and kind not in (torch.int32, torch.int64):
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
-        if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
-            return fused_vectors(table, input, offsets)
-        weight_UD, places, padding = fetch(self.weight, input, self.sparse)
+        try:
+            if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
+                return fused_vectors(table, input, offsets)
+            weight_UD, places, padding = fetch(self.weight, input, self.sparse)
+        except IndexError as error:  # of bags torch raises a RuntimeError
+            raise RowError(str(error)) from None
         if offsets is not None:
             offsets = offsets.to(places)
         if per_sample_weights is not None:

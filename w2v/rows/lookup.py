@@ -20,10 +20,6 @@ from w2v.rows.link import current_stream
 from w2v.rows.ops import Bags
 
 
-class RowError(IndexError, RuntimeError, AssertionError):
-    """A number that is no row; torch raises one of these for each use."""
-
-
 class ComputedVectors(NamedTuple):
     """Vectors of a table that were computed with those of others."""
 
@@ -164,7 +160,7 @@ class LookUp:
                 )
         if self._wrong:
             wrong, rows = self._wrong
-            raise RowError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
+            raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
         return self.rows_N[: self.begins[-1]]
 
     def places_of(self, index: int | None) -> Tensor:

@@ -9,11 +9,11 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +127,12 @@ class PagedTable:
         except torch.OutOfMemoryError:
             reason = f"{self.num_embeddings:,} rows of weights do not fit on {self.device}"
             raise MemoryError(f"{reason}; for logits use table.linear(h)") from None
+
+    def look_up(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Return rows as an operation of torch reads them, where they are stored."""
+        stored_VD = self.stored()
+        args = tree_map_only(Tensor, lambda ids: ids.to(stored_VD.device), args)
+        return func(stored_VD, *args).to(self.device, self.vector_dtype)
 
     @property
     def trains(self) -> bool:
@@ -278,7 +284,7 @@ class PagedTable:
         if self.is_reset or not table.continued:
             self._draw(store)
         self._store, self._layout = store, layout
-        self.init = None
+        self.init = self.generator_state = None
         share_cache([self])
 
     @outside_inference
@@ -575,7 +581,7 @@ def share_cache(tables: Sequence[PagedTable]) -> None:
         left -= share
 
 
-@functools.cache
+@cache
 def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), device=device, dtype=dtype)
 
@@ -594,6 +600,11 @@ def normal_rows(
 
 
 OWN_GRAD: Any = Tensor.grad
+LOOK_UPS = (  # which copy the rows that they read
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.embedding.default,
+)
 
 
 class PagedWeight(nn.Parameter):
@@ -642,11 +653,15 @@ class PagedWeight(nn.Parameter):
         """Call an operation of torch with the weights themselves."""
         kwargs = kwargs or {}
         schema, aten = func._schema, torch.ops.aten
+        if func.namespace != "aten":  # such as c10d's, whose schemas do not say what they write
+            raise TypeError(f"{func} does not take the weight of a paged table; give weight.data")
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+        given |= kwargs
         written = [
             weight
-            for argument, value in zip(schema.arguments, args, strict=False)
+            for argument in schema.arguments
             if argument.alias_info and argument.alias_info.is_write
-            for weight in tree_leaves(value)
+            for weight in tree_leaves(given.get(argument.name))
             if isinstance(weight, PagedWeight)
         ]
         is_view = not written and any(result.alias_info for result in schema.returns)
@@ -655,6 +670,8 @@ class PagedWeight(nn.Parameter):
         is_stored = is_view and (func is aten.detach.default or not torch.is_grad_enabled())
         is_stored &= func not in (aten.t.default, aten.transpose.int, aten.permute.default)
         is_stored |= func in (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
+        if func in LOOK_UPS and isinstance(args[0], PagedWeight):
+            return args[0].table.look_up(partial(func, **kwargs), *args[1:])
         used: dict[PagedWeight, Tensor] = {}
         for weight in tree_leaves((args, kwargs)):
             if isinstance(weight, PagedWeight) and weight not in used:
@@ -673,8 +690,8 @@ class PagedWeight(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         table, shape = self.table, tuple(values.shape)
-        if len(shape) == 2 and shape[0] > len(self) and shape[1] == table.embedding_dim:
-            table.grow(shape[0], None)
+        if table.ranks.size == 1 and shape[1:] == self.shape[1:] and shape[0] > len(self):
+            table.grow(shape[0], lambda rows_n: values[rows_n.to(values.device)])
             self.update_shape()
         if shape != tuple(self.shape):
             expected = f"weight.data has shape {list(shape)}, but the table is {list(self.shape)}"

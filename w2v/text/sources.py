@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -26,8 +25,6 @@ from w2v.text.formats import DEFAULT, CorpusError, opened, recognize
 
 HUGGING_FACE = ("dataset_info.json", "dataset_dict.json")  # beside the files of a dataset
 CACHE = "cache"  # folder of the word ids, in corpus.data_dir
-CLOCK_TICK_NS = 20_000_000  # resolution of the times of files
-COARSE_TICK_NS = 2_000_000_000  # where they are whole seconds
 TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of text8.gz, as gensim-data publishes it
 WIKI_SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"  # of gensim
 
@@ -107,26 +104,9 @@ def _holds_text(file: Path) -> bool:
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """Return a hash of size, times and inode of files, in hex digits.
-
-    It changes whenever a file does, unless that is within the resolution of the file system's times
-    (see `wait_for_clock`).
-    """
+    """Return a hash of size, times and inode of files, in hex digits."""
     found = [[s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for s in map(_status, files)]
     return hashlib.blake2b("".join(map(str, found)).encode(), digest_size=16).hexdigest()
-
-
-def wait_for_clock(files: Iterable[Path]) -> None:
-    """Wait until any later change of these files changes their `stamp`.
-
-    That is 20 ms after the last change, or 2 s where times are whole seconds.
-    """
-    for status in map(_status, files):
-        changed = status.st_ctime_ns
-        tick = CLOCK_TICK_NS if changed % 1_000_000_000 else COARSE_TICK_NS
-        wait = tick - (time.time_ns() - changed)
-        if wait > 0:  # at most a tick, as a file server's clock may be ahead
-            time.sleep(min(wait, tick) / 1e9)
 
 
 def _status(path: Path) -> os.stat_result:

@@ -184,8 +184,9 @@ def _private(folder: Path) -> Path:
     return Path(temporary)
 
 
-def hash_file(path: Path, digest: Any) -> str:
-    """Return the hash of a file by one of hashlib's digests, as hex digits."""
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, as hex digits."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)

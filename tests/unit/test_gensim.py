@@ -19,9 +19,7 @@ from gensim.models import word2vec
 
 from tests.support.planted import kv_of
 from w2v import FastText, Word2Vec
-from w2v.system.simd import AT_ONCE
 from w2v.vectors import export, load
-from w2v.word2vec import cpu_loops
 
 
 class LogLines(logging.Handler):
@@ -83,9 +81,6 @@ def ours(monkeypatch, tmp_path):
     monkeypatch.setattr(test_fasttext, "FT_gensim", FastText)
     monkeypatch.setattr(test_similarities, "word2vec", module)
     monkeypatch.setattr(test_similarities, "Word2Vec", Word2Vec)
-    # Loops for the two negatives of most of these tests would be compiled for twelve seconds.
-    compiled = cpu_loops.compile_gradients
-    monkeypatch.setattr(cpu_loops, "compile_gradients", lambda _, *kind: compiled(AT_ONCE, *kind))
 
 
 class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):

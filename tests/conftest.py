@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish():
-    """Compile few loops, and let the garbage collector pass over what was imported."""
+    """Compile few loops, and collect no garbage of imports."""
     from w2v.system.simd import AT_ONCE
     from w2v.word2vec import cpu_loops
 

@@ -57,7 +57,7 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
     gc.freeze()  # ranks need not look for garbage among torch's modules
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    shared: dict[str, object] = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     fork = multiprocessing.get_context("fork").Process
     ranks = []
@@ -69,9 +69,11 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
     def forward(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
         for process in ranks:
-            if process.is_alive() and len(received) < 3:
+            if process.pid is None or not process.is_alive():
+                continue
+            if len(received) < 3:
                 os.kill(process.pid, signum)
-            elif process.is_alive():
+            else:
                 process.kill()
 
     failed = 0  # status of the first rank that fails

@@ -20,7 +20,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +31,9 @@ from w2v.config import CorpusConfig, VocabConfig
 from w2v.system.console import progress_bar
 from w2v.system.process import map_in_order
 from w2v.text import tokenize
-from w2v.text.formats import CorpusError, binary_error, guess_encoding
+from w2v.text.formats import CorpusError, Format, binary_error, guess_encoding, recognize
 from w2v.text.phrases import Block, CodedText, join_phrases
-from w2v.text.splitting import EMOJI, PICTURE, is_plain, opened_words
+from w2v.text.splitting import EMOJI, PICTURE, opened_words, splitter
 from w2v.text.tokenize import MergedWords, WordTable
 from w2v.text.vocab import Vocab
 
@@ -168,10 +168,11 @@ def _number_words(
     files: list[Path], settings: CorpusConfig, merged: MergedWords, workers: int, folder: Path
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
+    formats = [recognize(path, settings) for path in files]
     size = 0
-    if all(is_plain(path, settings) for path in files):
+    if all(found.is_plain for found in formats) and not splitter(settings):
         size = sum(path.stat().st_size for path in files)
-    reader = _Reader(files, settings)
+    reader = _Reader([*zip(files, formats, strict=True)], settings)
     coded_texts = [CodedText(folder) for _ in range(workers)]
     numbered: dict[int, NumberedBlock] = {}  # by the order of blocks
     stopped = threading.Event()
@@ -235,7 +236,7 @@ def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusCon
 class _Reader:
     """Blocks of text files, read in order by one thread at a time."""
 
-    def __init__(self, files: list[Path], settings: CorpusConfig):
+    def __init__(self, files: Sequence[tuple[Path, Format]], settings: CorpusConfig):
         self._lock = threading.Lock()
         self._blocks = self._read(files, settings)
 
@@ -245,10 +246,12 @@ class _Reader:
             self._buffer = buffer
             return next(self._blocks, None)
 
-    def _read(self, files: list[Path], settings: CorpusConfig) -> Iterator[TextBlock]:
+    def _read(
+        self, files: Sequence[tuple[Path, Format]], settings: CorpusConfig
+    ) -> Iterator[TextBlock]:
         order = itertools.count()
-        for path in files:
-            with opened_words(path, settings) as file:
+        for path, found in files:
+            with opened_words(path, settings, found) as file:
                 rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
                 read = 1
                 while read:

@@ -190,10 +190,10 @@ def _number_words(
                     table.merge(merged)
                     table = ThreadTable()
                 progress(size)
+                if not buffer[:size].all():
+                    raise binary_error(path, "a NUL byte")
                 text, size, *bad = _clean(buffer, size, settings)
                 words = tokenize.number_words(text, size, order << 32, table.words, numbers)
-                if words.has_nul:
-                    raise binary_error(path, "a NUL byte")
                 if words.longest > MAX_WORD_BYTES:
                     raise binary_error(path, LONG_WORD)
                 place = coded.append(words.numbers)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from w2v.system import console
 from w2v.system.files import error_message
-from w2v.system.process import terminate_with_parent
+from w2v.system.process import ending_signals, terminate_with_parent
 
 NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 PAUSE_SECONDS = 5.0  # before a rank exits because of another one, which reports its error first
@@ -80,7 +80,7 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
     with default_signals():
         for process in ranks:
             process.start()
-        for signum in _signals_to_handle():
+        for signum in ending_signals():
             signal.signal(signum, forward)
         while running := [process for process in ranks if process.exitcode is None]:
             connection.wait([process.sentinel for process in running])
@@ -153,19 +153,12 @@ def on_all_ranks() -> Iterator[None]:
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
     """Let signals end the process at once while it has nothing to save."""
-    handlers = {signum: signal.signal(signum, signal.SIG_DFL) for signum in _signals_to_handle()}
+    handlers = {signum: signal.signal(signum, signal.SIG_DFL) for signum in ending_signals()}
     try:
         yield
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-
-
-def _signals_to_handle() -> list[signal.Signals]:
-    """Return the signals that end a run, without those that are ignored."""
-    # With nohup, or in the background of a script, signals stay ignored.
-    ending = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    return [signum for signum in ending if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def report_error(error: Exception, message: str) -> None:

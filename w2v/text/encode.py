@@ -253,8 +253,7 @@ class _Reader:
         for path, found in files:
             with opened_words(path, settings, found) as file:
                 rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-                read = 1
-                while read:
+                while True:
                     memory = memoryview(self._buffer)
                     memory[: len(rest)] = rest
                     read = file.readinto(memory[len(rest) : len(rest) + BLOCK_BYTES])

@@ -172,7 +172,7 @@ def _number_words(
     size = 0
     if all(found.is_plain for found in formats) and not splitter(settings):
         size = sum(path.stat().st_size for path in files)
-    reader = _Reader([*zip(files, formats, strict=True)], settings)
+    reader = _Reader(list(zip(files, formats, strict=True)), settings)
     coded_texts = [CodedText(folder) for _ in range(workers)]
     numbered: dict[int, NumberedBlock] = {}  # by the order of blocks
     stopped = threading.Event()

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import gc
 import os
 import signal
@@ -16,6 +17,7 @@ from tests.support.programs import Programs
 from tests.support.tiny import tiny_arguments
 
 MOST_SECONDS = 1200  # of a test with its fixtures
+USUAL_TARGETS = 6  # of a center with five negatives
 
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -103,7 +105,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish():
-    """Let the garbage collector pass over what was imported."""
+    """Compile few loops, and collect no garbage of imports."""
+    from w2v.system.simd import AT_ONCE
+    from w2v.word2vec import cpu_loops
+
+    # Each number of targets has a loop of its own, compiled for seconds, which can take any.
+    compile_gradients = cpu_loops.compile_gradients
+
+    @functools.wraps(compile_gradients)
+    def compile_usual(most, *kind):
+        return compile_gradients(min(USUAL_TARGETS, AT_ONCE), *kind)
+
+    cpu_loops.compile_gradients = compile_usual
     gc.collect()
     gc.freeze()  # else it takes a tenth of the time
 

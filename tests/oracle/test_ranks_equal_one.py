@@ -60,12 +60,24 @@ def some_batches(ranks, device, objective=SKIPGRAM):
 
 
 def trained(
-    ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, objective=SKIPGRAM, **how
+    ranks,
+    name="Adam",
+    dtype=None,
+    dim=DIM,
+    cap=0,
+    device="cpu",
+    room=0,
+    cbow=False,
+    tree=False,
+    **how,
 ):
     """Return this rank's rows of both tables by field, losses and pairs.
 
     A cache's capacity is `room`, as a share of the rows.
     """
+    objective = Objective(cbow)
+    if tree:
+        objective = Objective(cbow, tree=make_tree(range(1, ROWS + 1)))
     config = OptimizerConfig(name=name, lr=LR, occurrence_cap=cap)
     how["slots"] = int(room * 2 * ranks.shard_rows(ROWS))
     step = make_step(config, ROWS, dim, device=device, dtype=dtype, ranks=ranks, **how)
@@ -100,7 +112,6 @@ def threads(size):
     return lambda body: checked(together(size, body))
 
 
-TREE = make_tree(range(1, ROWS + 1))
 CASES = {
     "1 rank": (1, {}),
     "2 ranks": (2, {}),
@@ -110,9 +121,9 @@ CASES = {
     "5 dimensions": (3, {"dim": 5, "steps_per_page": 5}),
     "pages": (2, {"steps_per_page": 4}),
     "cap": (2, {"cap": 8}),
-    "cbow": (3, {"cap": 8, "objective": Objective(cbow=True)}),
-    "tree": (3, {"cap": 8, "objective": Objective(tree=TREE)}),
-    "tree, cbow and pages": (2, {"objective": Objective(True, tree=TREE), "steps_per_page": 4}),
+    "cbow": (3, {"cap": 8, "cbow": True}),
+    "tree": (3, {"cap": 8, "tree": True}),
+    "tree, cbow and pages": (2, {"cbow": True, "tree": True, "steps_per_page": 4}),
     "cap and pages": (2, {"cap": 8, "steps_per_page": 5}),
     "cache": (2, {"engine": "cache", "room": 1}),
     "tight cache": (2, {"engine": "cache", "room": 0.9}),
@@ -190,7 +201,7 @@ PEERS = {
     "5 dimensions and pages": {"dim": 5, "steps_per_page": 5},
     "cap, cache and pages": {"cap": 8, "steps_per_page": 4, "engine": "cache", "room": 0.95},
     "bfloat16 and cache": {"dtype": torch.bfloat16, "engine": "cache", "room": 0.9},
-    "tree and cbow": {"objective": Objective(True, tree=TREE), "name": "RMSprop"},
+    "tree and cbow": {"cbow": True, "tree": True, "name": "RMSprop"},
 }
 
 

@@ -10,26 +10,17 @@ import tempfile
 from multiprocessing import get_context
 from pathlib import Path
 
-import pytest
-import torch
-import torch._dynamo  # torch's optimizers import it, for two seconds
-
-from w2v import PagedEmbedding
-from w2v.distributed import ranks
-from w2v.training import plan, trainer
-
 ROOT = Path(__file__).parents[2]
-LOADED = pytest, torch, PagedEmbedding, ranks, plan, trainer
 PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload([__name__])
+PROCESSES.set_forkserver_preload(["tests.support.loaded"])
 
 
-def fork(function, *arguments):
+def fork(function, *arguments, daemon=True):
     """Start a picklable function in a process; return the process."""
     folder = os.getcwd()
     os.chdir(ROOT)  # else the server, which the first call starts, does not find its modules
     try:
-        process = PROCESSES.Process(target=function, args=arguments, daemon=True)
+        process = PROCESSES.Process(target=function, args=arguments, daemon=daemon)
         process.start()
     finally:
         os.chdir(folder)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.each_case import each_case
 from w2v.config import ConfigError, OptimizerConfig, VocabConfig, load_config
-from w2v.text.ngrams import hash_ngrams
+from w2v.text.ngrams import hash_words
 from w2v.text.vocab import Vocab
 from w2v.training import build, plan
 from w2v.word2vec import auto
@@ -348,6 +348,6 @@ def test_ngrams_suit_the_letters_of_a_text(words, given, lengths):
     )
     assert (model.min_n, model.max_n) == lengths
     assert ("model.max_n" in reasons) == (len(given) < 2)
-    assert model.buckets == max(1, len({h for w in words for h in hash_ngrams(w, *lengths)}))
+    assert model.buckets == max(1, len(set(hash_words(words, *lengths)[1].tolist())))
     plain = load_config([]).model
     assert auto.choose_ngrams(plain, vocab) == (plain, {})

@@ -210,9 +210,6 @@ def test_standard_input_is_kept_by_its_content(tmp_path, monkeypatch):
         inodes.add(path.stat().st_ino)  # by which its ids are found again
     assert path.read_text() == "the cat\n" and len(inodes) == 1
     assert list(path.parent.iterdir()) == [path]
-    path.write_text("the dog\n")  # of the same size
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
-    assert train.spool(str(tmp_path / "data")).read_text() == "the cat\n"
 
 
 def test_empty_standard_input_is_refused(tmp_path, monkeypatch):
@@ -238,16 +235,6 @@ def test_a_kill_while_standard_input_is_read_leaves_nothing(tmp_path):
         process.stdin.write(b"some words " * 1_000_000)  # more than a pipe holds: it is reading
         process.kill()
     assert process.returncode == -signal.SIGKILL and not os.listdir(tmp_path)
-
-
-def test_what_an_earlier_kill_left_of_standard_input_is_removed(tmp_path, monkeypatch):
-    left = tmp_path / ".stdin-00000000.txt.abcdefgh.partial"
-    others = tmp_path / ".text8.gz.abcdefgh.partial"  # another process may be writing it
-    left.mkdir()
-    others.mkdir()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some words")))
-    spooled = train.spool(str(tmp_path))
-    assert spooled.read_text() == "some words" and set(tmp_path.iterdir()) == {others, spooled}
 
 
 def test_help_names_all_commands_and_the_version_is_the_packages(capsys):

@@ -19,9 +19,7 @@ from gensim.models import word2vec
 
 from tests.support.planted import kv_of
 from w2v import FastText, Word2Vec
-from w2v.system.simd import AT_ONCE
 from w2v.vectors import export, load
-from w2v.word2vec import cpu_loops
 
 
 class LogLines(logging.Handler):
@@ -83,9 +81,6 @@ def ours(monkeypatch, tmp_path):
     monkeypatch.setattr(test_fasttext, "FT_gensim", FastText)
     monkeypatch.setattr(test_similarities, "word2vec", module)
     monkeypatch.setattr(test_similarities, "Word2Vec", Word2Vec)
-    # Loops for the two negatives of most of these tests would be compiled for twelve seconds.
-    compiled = cpu_loops.compile_gradients
-    monkeypatch.setattr(cpu_loops, "compile_gradients", lambda _, *kind: compiled(AT_ONCE, *kind))
 
 
 class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):
@@ -93,9 +88,14 @@ class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):
     test_build_vocab_warning = None  # texts in place of lists of words, which raise here
 
 
-for name in [] if "W2V_SLOW" in os.environ else SLOW:
-    assert hasattr(TestGensimsWord2Vec, name), name
-    setattr(TestGensimsWord2Vec, name, None)
+def leave_out(tests, names):
+    """Remove slow tests of a class, but for `make test-faults`."""
+    for name in [] if "W2V_SLOW" in os.environ else names:
+        assert hasattr(tests, name), name
+        setattr(tests, name, None)
+
+
+leave_out(TestGensimsWord2Vec, SLOW)
 
 
 class TestGensimsFastText(test_fasttext.TestFastTextModel):
@@ -126,10 +126,12 @@ SLOW_OF_FASTTEXT = """
     test_training_fromfile test_persistence_fromfile test_cbow_neg_training_fromfile
     test_sg_neg_training_fromfile test_sg_neg_online test_cbow_hs_online test_cbow_neg_online
     test_online_learning_fromfile test_online_learning_after_save_fromfile test_sg_neg_training
+    test_cbow_neg_training test_negative_ns_exp
 """.split()
-for name in [] if "W2V_SLOW" in os.environ else SLOW_OF_FASTTEXT:
-    assert hasattr(TestGensimsFastText, name), name
-    setattr(TestGensimsFastText, name, None)
+leave_out(TestGensimsFastText, SLOW_OF_FASTTEXT)
+leave_out(TestGensimsContinuedFastText, ["test_continuation_gensim"])
+leave_out(TestGensimsFastTextFiles, ["test_skipgram"])
+leave_out(TestGensimsFastTextBytes, ["test_skipgram", "test_cbow"])
 
 
 class TestGensimsWmd(test_word2vec.TestWMD):

@@ -22,8 +22,12 @@ OBJECTIVES = [
     Objective(cbow=True, mean=False),
 ]
 NODES = 2 * WORDS  # the number of the first inner node
-TREE = make_tree(range(1, WORDS + 1), NODES)
 EACH_OBJECTIVE = pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return make_tree(range(1, WORDS + 1), NODES)
 
 
 def random_problem(seed, B=6, C=4, K=3, V=7, D=4):
@@ -207,19 +211,19 @@ def test_windows_stay_in_their_sentence_and_size():
     assert pairs.target_mask_BT.int().tolist() == expected
 
 
-def test_nodes_of_paths_are_targets_with_labels():
-    batch = make_pairs_batch()._replace(objective=Objective(tree=TREE))
+def test_nodes_of_paths_are_targets_with_labels(tree):
+    batch = make_pairs_batch()._replace(objective=Objective(tree=tree))
     both, alone = expand(batch), expand(batch._replace(negatives_BK=batch.negatives_BK[:, :0]))
     assert torch.equal(both.targets_BT[:, 3:], alone.targets_BT)
     assert torch.equal(both.targets_BT[:, :3], expand(make_pairs_batch()).targets_BT)
     for center, word in enumerate(batch.words_n.tolist()[:5]):
-        path = slice(*TREE.begin_V[word : word + 2].tolist())
+        path = slice(*tree.begin_V[word : word + 2].tolist())
         counted = alone.target_mask_BT[center]
         if word == 8:  # it has no context words
             assert not counted.any() and not both.target_mask_BT[center].any()
             continue
-        assert torch.equal(alone.targets_BT[center, counted], 2 * TREE.nodes_P[path].long() + 1)
-        assert torch.equal(alone.labels_BT[center, counted], TREE.codes_P[path] == 0)
+        assert torch.equal(alone.targets_BT[center, counted], 2 * tree.nodes_P[path].long() + 1)
+        assert torch.equal(alone.labels_BT[center, counted], tree.codes_P[path] == 0)
     # Frequent words have short paths.
     assert alone.target_mask_BT.sum(1).tolist() == [2, 4, 5, 0, 3]
 
@@ -252,10 +256,10 @@ def gradients(batch):
 
 
 @EACH_OBJECTIVE
-@each_case("tree, negative", [(None, 2), (TREE, 2), (TREE, 0)])
-def test_gradients_of_a_batch_equal_autograd(objective, tree, negative):
+@each_case("with_tree, negative", [(False, 2), (True, 2), (True, 0)])
+def test_gradients_of_a_batch_equal_autograd(tree, objective, with_tree, negative):
     batch = make_pairs_batch()
-    objective = objective._replace(tree=tree)
+    objective = objective._replace(tree=tree if with_tree else None)
     negatives_BK = batch.negatives_BK[:, :negative]
     batch = batch._replace(objective=objective, negatives_BK=negatives_BK)
     grads, weight_AD = gradients(batch)

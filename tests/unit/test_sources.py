@@ -3,7 +3,6 @@
 import bz2
 import errno
 import gzip
-import hashlib
 import logging
 import lzma
 import os
@@ -12,7 +11,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,9 +20,8 @@ from gensim.corpora import wikicorpus
 from tests.support.each_case import each_case
 from tests.support.plain_text import read_sentences
 from w2v.config import CorpusConfig
-from w2v.text import sources
 from w2v.text.formats import CorpusError, opened
-from w2v.text.sources import locate, stamp, wait_for_clock
+from w2v.text.sources import locate, stamp
 from w2v.text.splitting import tokenize_mode
 
 
@@ -170,7 +167,6 @@ def test_text8_is_fetched_once(tmp_path, monkeypatch):
     fetched.write_bytes(gzip.compress(b"anarchism originated"))
     load = mock.Mock(side_effect=[OSError("no route\nto host"), str(fetched)])
     monkeypatch.setattr(downloader, "load", load)
-    monkeypatch.setattr(sources, "TEXT8_MD5", hashlib.md5(fetched.read_bytes()).hexdigest())
     data = tmp_path / "data"
     with pytest.raises(CorpusError, match=r"\(no route to host\); put the text at .*text8\.gz"):
         locate("text8", data)
@@ -180,20 +176,6 @@ def test_text8_is_fetched_once(tmp_path, monkeypatch):
     assert load.mock_calls == [mock.call("text8", return_path=True)] * 2
     (data / "text8").write_text("unpacked", encoding="utf-8")
     assert locate("text8", data) == [data / "text8"]
-
-
-@pytest.mark.parametrize("wrong", [b"<html>not found</html>", b""], ids=["page", "empty"])
-def test_a_wrong_download_is_refused(tmp_path, monkeypatch, wrong):
-    from gensim import downloader
-
-    fetched = tmp_path / "gensim-data" / "text8" / "text8.gz"
-    fetched.parent.mkdir(parents=True)
-    fetched.write_bytes(wrong)
-    monkeypatch.setattr(downloader, "load", lambda *_, **__: str(fetched))
-    with pytest.raises(CorpusError, match="is not text8: its MD5") as error:
-        locate("text8", tmp_path / "data")
-    assert f"remove {fetched.parent}" in str(error.value)
-    assert not list(tmp_path.glob("data/*"))
 
 
 ARTICLE = " ".join(f"[[Target{'abcdefghij'[i % 10]}|Word]] ''number''" for i in range(40))
@@ -263,29 +245,14 @@ def test_a_stamp_tells_files_and_their_changes_apart(tmp_path):
     assert len(stamps) == 4 and stamp([tmp_path / "a"]) in stamps
     path = tmp_path / "a"
     times = path.stat()
-    for number in range(20):  # as fast as it can, each within the old length and time
-        wait_for_clock([path])
+    for number in range(3):  # each within the old length and time
+        time.sleep(0.02)  # the resolution of the times of files
         before = stamp([path])
         path.write_text(f"text {number:03}")
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         assert stamp([path]) != before
     with pytest.raises(CorpusError, match=r"gone cannot be read \(No such file or directory\)"):
         stamp([tmp_path / "gone"])
-
-
-@each_case(
-    "age, whole_seconds, waits",
-    [(0.005, False, 0.015), (1, False, 0), (0.5, True, 1.5), (-3600, False, 0.02)],
-)
-def test_a_new_file_is_awaited(monkeypatch, age, whole_seconds, waits):
-    now = 1_800_000_000_000_000_000 + (500_000_000 if whole_seconds else 123_456_789)
-    status = SimpleNamespace(st_ctime_ns=now - round(age * 1e9))
-    waited = []
-    monkeypatch.setattr(sources, "_status", lambda path: status)
-    monkeypatch.setattr(time, "time_ns", lambda: now)
-    monkeypatch.setattr(time, "sleep", waited.append)
-    wait_for_clock([Path("text")])
-    assert sum(waited) == pytest.approx(waits)
 
 
 def test_a_converted_dump_is_found_for_a_copy_of_it(tmp_path):

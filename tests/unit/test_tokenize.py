@@ -98,11 +98,6 @@ def test_words_with_the_same_key_are_told_apart():
     assert number(b" ".join(words * 2), WordTable()).numbers.tolist() == [*range(20)] * 2
 
 
-def test_a_nul_is_found():
-    assert number(b"a b\0c", WordTable()).has_nul and number(b"\0", WordTable()).has_nul
-    assert not number(b"a b\1c", WordTable()).has_nul
-
-
 @each_case(
     "data",
     [

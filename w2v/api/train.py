@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import filecmp
 import gc
 import hashlib
 import json
@@ -35,7 +34,7 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.system import console
-from w2v.system.files import atomic_path, exclusive, naming_file, one_line, remove_partial
+from w2v.system.files import atomic_path, naming_file, one_line
 from w2v.system.process import Signals, cores, describe_environment, forked, open_gpu
 from w2v.system.timeline import Timeline
 
@@ -350,7 +349,7 @@ def spool(data_dir: str) -> Path:
         console.show("reading the text from the keyboard; Ctrl-D ends", file=sys.stderr)
     folder = Path(os.path.expanduser(data_dir))
     folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.blake2b(digest_size=4)
+    digest = hashlib.blake2b(digest_size=8)
     # A file without a name, which the system frees even after a kill.
     with naming_file(folder), tempfile.TemporaryFile(dir=folder) as text:
         while block := sys.stdin.buffer.read(1 << 20):
@@ -359,12 +358,8 @@ def spool(data_dir: str) -> Path:
         if not text.tell():
             raise ConfigError("standard input is empty; send a text, or name a file")
         spooled = folder / f"stdin-{digest.hexdigest()}.txt"
-        text.flush()
-        opened = f"/proc/self/fd/{text.fileno()}"
-        with exclusive(folder, lambda: None):  # against another text from standard input
-            remove_partial(folder, ".stdin-")
-            # The same text keeps its file, as cached ids belong to the file.
-            if not (spooled.exists() and filecmp.cmp(opened, spooled, shallow=False)):
-                with atomic_path(spooled) as temporary:
-                    shutil.copyfile(opened, temporary)
+        if not spooled.exists():  # the same text keeps its file, as cached ids belong to the file
+            text.seek(0)
+            with atomic_path(spooled) as temporary, open(temporary, "wb") as file:
+                shutil.copyfileobj(text, file)
         return spooled

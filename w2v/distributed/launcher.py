@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import multiprocessing
 import os
 import signal
@@ -16,15 +15,15 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import synchronize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection
+from types import FrameType
 from typing import Any, NoReturn
 
 from w2v.system import console
 from w2v.system.files import error_message
-from w2v.system.process import terminate_with_parent
+from w2v.system.process import ending_signals, terminate_with_parent
 
-CHECKPOINT_SECONDS = 4 * 3600  # that ranks may take from a signal to their end
 NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 PAUSE_SECONDS = 5.0  # before a rank exits because of another one, which reports its error first
 
@@ -47,71 +46,68 @@ def number(name: str) -> int:
 def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) -> int:
     """Run a function in each rank on this host; return the exit status.
 
-    torchrun's agent forks the ranks: they have torch, which is imported once. Signals go to all
-    ranks, and one that fails ends the others.
+    Ranks are forked: they have torch, which is imported once. Signals go to all ranks, of which the
+    third kills them; a rank that fails ends the others.
     """
     # torch asks NVML for GPUs: a process that has opened the driver cannot fork others that use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    # Rank 0 and not the agent has the store, which NCCL needs to the end.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    import torch  # noqa: F401 - for the ranks
 
     gc.freeze()  # ranks need not look for garbage among torch's modules
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # ranks report their errors themselves
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id="w2v",
-        max_restarts=0,
-        start_method="fork",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # the name of this host may not resolve
-        logs_specs=DefaultLogsSpecs(os.devnull),
-        signals_to_handle=",".join(signum.name for signum in _signals_to_handle()),
-    )
-    # The agent kills ranks 30 s after a signal; torch can be told otherwise from 2.13 on.
-    close = MultiprocessContext._close
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    shared: dict[str, object] = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    fork = multiprocessing.get_context("fork").Process
+    ranks = []
+    for rank in range(count):
+        variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(fork(target=_rank, args=(os.getpid(), variables, main, arguments)))
+    received: list[int] = []
 
-    def close_late(context: Any, death_sig: signal.Signals, timeout: int = 0) -> None:
-        close(context, death_sig, CHECKPOINT_SECONDS)
+    def forward(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        for process in ranks:
+            if process.pid is None or not process.is_alive():
+                continue
+            if len(received) < 3:
+                os.kill(process.pid, signum)
+            else:
+                process.kill()
 
-    MultiprocessContext._close = close_late  # type: ignore[assignment, method-assign]
-    try:
-        elastic_launch(config, _rank)(os.getpid(), main, arguments)
-    except SignalException as signaled:
-        for process in multiprocessing.active_children():  # after a third signal
-            process.kill()
-        exit_now(128 + signaled.sigval)  # threads of the agent may still run
-    except ChildFailedError as failed:
-        status = failed.get_first_failure()[1].exitcode
-        if status > 0:
-            return status
-        console.show(f"error: a rank was ended by signal {-status}", file=sys.stderr)
+    failed = 0  # status of the first rank that fails
+    with default_signals():
+        for process in ranks:
+            process.start()
+        for signum in ending_signals():
+            signal.signal(signum, forward)
+        while running := [process for process in ranks if process.exitcode is None]:
+            connection.wait([process.sentinel for process in running])
+            statuses = [process.exitcode for process in ranks if process.exitcode]
+            if statuses and not (failed or received):
+                failed = statuses[0]
+                for process in running:
+                    process.terminate()
+    if received:
+        return 128 + received[0]
+    if failed < 0:
+        console.show(f"error: a rank was ended by signal {-failed}", file=sys.stderr)
         return 2
-    return 0
+    return failed
 
 
-def _rank(parent: int, main: Callable[..., int | None], arguments: Sequence[Any]) -> int:
-    """Run a function in this rank, forked by `start_ranks`; exit if it fails."""
+def _rank(
+    parent: int,
+    variables: Mapping[str, object],
+    main: Callable[..., int | None],
+    arguments: Sequence[Any],
+) -> None:
+    """Run a function in this rank, which `start_ranks` has forked, and exit."""
     os.setpgid(0, 0)  # or the terminal would send Ctrl-C too, and two end a run at once
-    del os.environ["TORCHELASTIC_RUN_ID"]  # the job is not restarted
-    with default_signals():  # and not the agent's
-        terminate_with_parent(parent)
-        status = run(main, *arguments)
-
-    # A rank that is killed in torch's own wait for the other ranks would leave the agent waiting.
-    def wait(event: synchronize.Event) -> None:
-        while not event.is_set():
-            time.sleep(0.01)
-
-    synchronize.Event.wait = wait  # type: ignore[assignment, method-assign]
-    return status
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    terminate_with_parent(parent)
+    sys.exit(run(main, *arguments))
 
 
 def require_environment() -> None:
@@ -157,19 +153,12 @@ def on_all_ranks() -> Iterator[None]:
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
     """Let signals end the process at once while it has nothing to save."""
-    handlers = {signum: signal.signal(signum, signal.SIG_DFL) for signum in _signals_to_handle()}
+    handlers = {signum: signal.signal(signum, signal.SIG_DFL) for signum in ending_signals()}
     try:
         yield
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-
-
-def _signals_to_handle() -> list[signal.Signals]:
-    """Return the signals that end a run, without those that are ignored."""
-    # With nohup, or in the background of a script, signals stay ignored.
-    ending = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    return [signum for signum in ending if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def report_error(error: Exception, message: str) -> None:

@@ -51,13 +51,13 @@ def atomic_path(path: str | Path, synced: bool = True) -> Iterator[Path]:
     sync(path.parent)
 
 
-def remove_partial(folder: Path, prefix: str = "") -> None:
+def remove_partial(folder: Path) -> None:
     """Remove the temporary folders of killed processes.
 
     No other process may write to such names meanwhile. Files and folders of other names stay, and
     what cannot be removed is left.
     """
-    for path in folder.glob(f"{prefix}*{TEMPORARY_SUFFIX}"):
+    for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
         if TEMPORARY_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -184,8 +184,9 @@ def _private(folder: Path) -> Path:
     return Path(temporary)
 
 
-def hash_file(path: Path, digest: Any) -> str:
-    """Return the hash of a file by one of hashlib's digests, as hex digits."""
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, as hex digits."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)

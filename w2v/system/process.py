@@ -191,6 +191,13 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a run, without those that are ignored."""
+    # With nohup, or in the background of a script, signals stay ignored.
+    ending = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    return [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 class Signals:
     """Handler of SIGINT, SIGTERM and SIGHUP; a second one ends at once.
 
@@ -208,10 +215,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         open_closed_streams()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Signals stay ignored under nohup and in the background of a script.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._receive)
+        for number in ending_signals():
+            self._previous[number] = signal.signal(number, self._receive)
         sys.unraisablehook = self._unraisable
         return self
 

@@ -1,7 +1,7 @@
 """Random bits as a function of a counter and a seed.
 
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). kernels/cpu_loops.py (`_splitmix64`) and
-kernels/cu/common.cuh compute the same, for numba and on a GPU.
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). `_splitmix64` of word2vec/cpu_loops.py and
+`splitmix64` of rows/cu/common.cuh compute the same, by numba and on a GPU.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from w2v.system.process import (
     return_freed_memory,
 )
 from w2v.text.formats import CorpusError
-from w2v.text.sources import CACHE, locate, stamp, wait_for_clock
+from w2v.text.sources import CACHE, locate, stamp
 from w2v.text.splitting import source_of, tokenize_mode
 from w2v.text.vocab import Vocab
 
@@ -276,7 +276,6 @@ def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab
     from w2v.text.encode import encode_files  # imports numba, which takes a quarter of a second
 
     log.info(f"reading {files[0]}" + (f" and {len(files) - 1} more files" if files[1:] else ""))
-    wait_for_clock(files)
     files_stamp = stamp(files)
     encoded = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
     vocab, blocks, phrases = encoded

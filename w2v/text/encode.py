@@ -1,10 +1,10 @@
 """Encode text as word ids, on all cores.
 
-Each thread reads a stretch of the text, block by block, as neighboring blocks share rare words. It
-numbers the words that it meets in a table of its own; the numbers go to a temporary file. Tables
-are merged when they are large, and at the end, which gives each word a code. Then frequent pairs of
-words may be joined (see `phrases`), the vocabulary is selected, and threads replace numbers by ids:
-a number in a thread's table leads to a code, and that to the word's row in the vocabulary, its id.
+Threads take turns to read a block of text. Each numbers the words of its blocks in a table of its
+own; the numbers go to a temporary file. Tables are merged when they are large, and at the end,
+which gives each word a code. Then frequent pairs of words may be joined (see `phrases`), the
+vocabulary is selected, and threads replace numbers by ids: a number in a thread's table leads to a
+code, and that to the word's row in the vocabulary, its id.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each
@@ -20,7 +20,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +29,11 @@ import numpy as np
 
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.system.console import progress_bar
-from w2v.system.files import refused
 from w2v.system.process import map_in_order
 from w2v.text import tokenize
-from w2v.text.formats import CorpusError, binary_error, guess_encoding
+from w2v.text.formats import CorpusError, Format, binary_error, guess_encoding, recognize
 from w2v.text.phrases import Block, CodedText, join_phrases
-from w2v.text.splitting import EMOJI, PICTURE, is_plain, opened_words
+from w2v.text.splitting import EMOJI, PICTURE, opened_words, splitter
 from w2v.text.tokenize import MergedWords, WordTable
 from w2v.text.vocab import Vocab
 
@@ -152,8 +151,7 @@ class TextBlock(NamedTuple):
 
     order: int  # its place among all blocks
     path: Path
-    start: int  # of its bytes in the buffer
-    end: int
+    size: int  # bytes
 
 
 class CleanText(NamedTuple):
@@ -170,10 +168,11 @@ def _number_words(
     files: list[Path], settings: CorpusConfig, merged: MergedWords, workers: int, folder: Path
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
+    formats = [recognize(path, settings) for path in files]
     size = 0
-    if all(is_plain(path, settings) for path in files):
+    if all(found.is_plain for found in formats) and not splitter(settings):
         size = sum(path.stat().st_size for path in files)
-    source = _Files(files, workers) if size else _Stream(files, settings)
+    reader = _Reader(list(zip(files, formats, strict=True)), settings)
     coded_texts = [CodedText(folder) for _ in range(workers)]
     numbered: dict[int, NumberedBlock] = {}  # by the order of blocks
     stopped = threading.Event()
@@ -181,29 +180,24 @@ def _number_words(
     def number_blocks(worker: int, progress: Callable[[int], None]) -> None:
         coded = coded_texts[worker]
         table = ThreadTable()
-        last = -1
         buffer = np.empty(BUFFER_BYTES, np.uint8)
         numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
         try:
-            while not stopped.is_set() and (block := source.read(worker, buffer)):
-                order, path, start, end = block
-                if start == end:  # within a word
-                    continue
-                # Merged when large, which bounds memory and keeps the table in caches, and before
-                # an earlier part of the text, as a table keeps the first position that it meets.
-                if table.words.size > TABLE_WORDS or order < last:
+            while not stopped.is_set() and (block := reader.read(buffer)):
+                order, path, size = block
+                # Merged when large, which bounds memory and keeps the table in caches.
+                if table.words.size > TABLE_WORDS:
                     table.merge(merged)
                     table = ThreadTable()
-                last = order
-                text, size, *bad = _clean(buffer[start:], end - start, settings)
-                words = tokenize.number_words(text, size, order << 32, table.words, numbers)
-                if words.has_nul:
+                progress(size)
+                if not buffer[:size].all():
                     raise binary_error(path, "a NUL byte")
+                text, size, *bad = _clean(buffer, size, settings)
+                words = tokenize.number_words(text, size, order << 32, table.words, numbers)
                 if words.longest > MAX_WORD_BYTES:
                     raise binary_error(path, LONG_WORD)
                 place = coded.append(words.numbers)
                 numbered[order] = NumberedBlock(coded, place, table, path, *bad)
-                progress(end - start)
             table.merge(merged)
         finally:
             stopped.set()  # no block is left, or the text is refused
@@ -239,96 +233,39 @@ def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusCon
     log.warning(f"{broken}; each became U+FFFD")
 
 
-class _Files:
-    """Blocks of files that several threads read.
+class _Reader:
+    """Blocks of text files, read in order by one thread at a time."""
 
-    Each thread begins with a contiguous part of the blocks; one that is done takes over half of the
-    longest part that is left.
-    """
-
-    def __init__(self, files: list[Path], workers: int):
-        counts = [-(-path.stat().st_size // BLOCK_BYTES) for path in files]
-        self._blocks = [
-            (path, index, index == count - 1)
-            for path, count in zip(files, counts, strict=True)
-            for index in range(count)
-        ]
-        bounds = [len(self._blocks) * part // workers for part in range(workers + 1)]
-        # The first block of each thread, and the end of its part.
-        self._parts = [list(part) for part in itertools.pairwise(bounds)]
-        self._lock = threading.Lock()
-
-    def read(self, worker: int, buffer: np.ndarray) -> TextBlock | None:
-        """Read a block into the buffer; return None after the last one."""
-        if (order := self._take(worker)) is None:
-            return None
-        path, index, is_last = self._blocks[order]
-        memory = memoryview(buffer)
-        # The first word of a block may begin before it.
-        before = min(index * BLOCK_BYTES, MAX_WORD_BYTES + 4)
-        with (
-            refused(CorpusError, f"{path} cannot be read", "is it complete?"),
-            open(path, "rb") as file,
-        ):
-            file.seek(index * BLOCK_BYTES - before)
-            end = file.readinto(memory[: before + BLOCK_BYTES])
-        has_mark = index * BLOCK_BYTES == before and memory[:3] == codecs.BOM_UTF8
-        low = len(codecs.BOM_UTF8) if has_mark else 0
-        start = max(low, before - len(_last_word(bytes(memory[low:before]), path)))
-        end = _end_of_block(memory, low, end, path, is_last)
-        return TextBlock(order, path, start, max(start, end))  # the file may have become shorter
-
-    def _take(self, worker: int) -> int | None:
-        """Take the next block of a thread's part, or of the longest part left."""
-        mine = self._parts[worker]
-        with self._lock:
-            if mine[0] == mine[1]:
-                longest = max(self._parts, key=lambda part: part[1] - part[0])
-                mine[:] = sum(longest) // 2, longest[1]
-                longest[1] = mine[0]
-            if mine[0] == mine[1]:
-                return None
-            mine[0] += 1
-            return mine[0] - 1
-
-
-class _Stream:
-    """Blocks of files that one thread at a time unpacks, in order."""
-
-    def __init__(self, files: list[Path], settings: CorpusConfig):
+    def __init__(self, files: Sequence[tuple[Path, Format]], settings: CorpusConfig):
         self._lock = threading.Lock()
         self._blocks = self._read(files, settings)
 
-    def read(self, worker: int, buffer: np.ndarray) -> TextBlock | None:
-        """Read a block, as `_Files.read` does."""
+    def read(self, buffer: np.ndarray) -> TextBlock | None:
+        """Read a block into the buffer; return None after the last one."""
         with self._lock:
             self._buffer = buffer
             return next(self._blocks, None)
 
-    def _read(self, files: list[Path], settings: CorpusConfig) -> Iterator[TextBlock]:
-        order = 0
-        for path in files:
-            with opened_words(path, settings) as file:
+    def _read(
+        self, files: Sequence[tuple[Path, Format]], settings: CorpusConfig
+    ) -> Iterator[TextBlock]:
+        order = itertools.count()
+        for path, found in files:
+            with opened_words(path, settings, found) as file:
                 rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-                read = 1
-                while read:
+                while True:
                     memory = memoryview(self._buffer)
                     memory[: len(rest)] = rest
                     read = file.readinto(memory[len(rest) : len(rest) + BLOCK_BYTES])
                     size = len(rest) + read
-                    end = _end_of_block(memory, 0, size, path, is_last=not read)
-                    rest = bytes(memory[end:size])
-                    if end:
-                        order += 1
-                        yield TextBlock(order, path, 0, end)
-
-
-def _end_of_block(memory: memoryview, start: int, end: int, path: Path, is_last: bool) -> int:
-    """Return the end of the last whole word; a line ends with its file."""
-    if is_last:
-        memory[end] = tokenize.NEWLINE
-        return end + 1
-    return end - len(_last_word(bytes(memory[max(start, end - MAX_WORD_BYTES - 4) : end]), path))
+                    if not read:  # a line ends with its file
+                        memory[size] = tokenize.NEWLINE
+                        yield TextBlock(next(order), path, size + 1)
+                        break
+                    last = bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size])
+                    rest = _last_word(last, path)
+                    if size > len(rest):
+                        yield TextBlock(next(order), path, size - len(rest))
 
 
 def _last_word(text: bytes, path: Path) -> bytes:

@@ -100,6 +100,11 @@ class Format(NamedTuple):
         """Whether the unpacked bytes are the text."""
         return self.kind in ("text", "dump") and self.encoding in ("utf-8", "utf-8-sig")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes of the file are the text."""
+        return self.is_utf8 and not self.packing
+
 
 def packing_of(head: bytes) -> str:
     """Return the ending of packed files that begin with these bytes, or ""."""
@@ -227,9 +232,11 @@ def unpacked(path: Path, packing: str) -> BufferedIOBase:
 
 
 @contextmanager
-def opened(path: Path, settings: CorpusConfig = DEFAULT) -> Iterator[BufferedIOBase]:
+def opened(
+    path: Path, settings: CorpusConfig = DEFAULT, known: Format | None = None
+) -> Iterator[BufferedIOBase]:
     """Open a file as UTF-8 text, whatever its format; every error names it."""
-    found = recognize(path, settings)
+    found = known or recognize(path, settings)
     with (
         refused(CorpusError, f"{path} cannot be read", UNREADABLE),
         unpacked(path, found.packing) as file,

@@ -15,29 +15,10 @@ OFFSET, PRIME = 2166136261, 16777619  # of FNV-1a
 CONTINUES, MASK = 0x80, 0xC0  # a byte that does not begin a character, under the mask
 
 
-def hash_ngrams(word: str, min_n: int, max_n: int) -> list[int]:
-    """Return the hashes of a word's n-grams, in order.
-
-    They have min_n to max_n characters.
-    """
-    letters = [letter.encode() for letter in f"<{word}>"]
-    hashes = []
-    for first in range(len(letters)):
-        hashed = OFFSET
-        for end in range(first + 1, min(first + max_n, len(letters)) + 1):
-            for byte in letters[end - 1]:
-                hashed = (hashed ^ (byte | -(byte & 0x80))) * PRIME & 0xFFFFFFFF
-            # < and > alone are no n-grams.
-            is_edge = end - first == 1 and (first == 0 or end == len(letters))
-            if end - first >= min_n and not is_edge:
-                hashes.append(hashed)
-    return hashes
-
-
 def hash_words(words: Sequence[str], min_n: int, max_n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where the hashes of each word begin, and all hashes.
 
-    int64 [V + 1] and uint32 [N]. They are those of `hash_ngrams`, by a compiled loop.
+    int64 [V + 1] and uint32 [N]. N-grams have min_n to max_n characters; < and > alone are none.
     """
     text = np.frombuffer("".join(f"<{word}>" for word in words).encode(), np.uint8)
     sizes = np.fromiter((len(word.encode()) + 2 for word in words), np.int64, len(words))

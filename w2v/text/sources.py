@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,15 +19,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_line, refused
+from w2v.system.files import atomic_path, in_gensim, nearest, one_line, refused
 from w2v.system.process import cores, terminate_with_parent
 from w2v.text.formats import DEFAULT, CorpusError, opened, recognize
 
 HUGGING_FACE = ("dataset_info.json", "dataset_dict.json")  # beside the files of a dataset
 CACHE = "cache"  # folder of the word ids, in corpus.data_dir
-CLOCK_TICK_NS = 20_000_000  # resolution of the times of files
-COARSE_TICK_NS = 2_000_000_000  # where they are whole seconds
-TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of text8.gz, as gensim-data publishes it
 WIKI_SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"  # of gensim
 
 log = logging.getLogger("w2v")
@@ -107,26 +103,9 @@ def _holds_text(file: Path) -> bool:
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """Return a hash of size, times and inode of files, in hex digits.
-
-    It changes whenever a file does, unless that is within the resolution of the file system's times
-    (see `wait_for_clock`).
-    """
+    """Return a hash of size, times and inode of files, in hex digits."""
     found = [[s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for s in map(_status, files)]
     return hashlib.blake2b("".join(map(str, found)).encode(), digest_size=16).hexdigest()
-
-
-def wait_for_clock(files: Iterable[Path]) -> None:
-    """Wait until any later change of these files changes their `stamp`.
-
-    That is 20 ms after the last change, or 2 s where times are whole seconds.
-    """
-    for status in map(_status, files):
-        changed = status.st_ctime_ns
-        tick = CLOCK_TICK_NS if changed % 1_000_000_000 else COARSE_TICK_NS
-        wait = tick - (time.time_ns() - changed)
-        if wait > 0:  # at most a tick, as a file server's clock may be ahead
-            time.sleep(min(wait, tick) / 1e9)
 
 
 def _status(path: Path) -> os.stat_result:
@@ -201,7 +180,10 @@ def _enwiki_sample(data_dir: Path) -> Path:
 
 
 def _text8(data_dir: Path) -> Path:
-    """Return 100 MB of the English Wikipedia, a to z; fetched once."""
+    """Return 100 MB of the English Wikipedia, a to z; fetched once.
+
+    gensim compares the checksum.
+    """
     plain = data_dir / "text8"
     packed = data_dir / "text8.gz"
     for path in (plain, packed):
@@ -215,12 +197,6 @@ def _text8(data_dir: Path) -> Path:
     except Exception as error:  # whatever the network and gensim's cache raise
         reason = one_line(error)
         raise CorpusError(f"text8 cannot be downloaded ({reason}); {remedy}") from None
-    found = hash_file(fetched, hashlib.md5(usedforsecurity=False))
-    if found != TEXT8_MD5:
-        raise CorpusError(
-            f"{fetched} is not text8: its MD5 is {found} instead of {TEXT8_MD5}; "
-            f"remove {fetched.parent}, or {remedy}"
-        )
     data_dir.mkdir(parents=True, exist_ok=True)
     with atomic_path(packed) as temporary:
         shutil.copyfile(fetched, temporary)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from w2v.config import CorpusConfig
 from w2v.system.files import one_line
-from w2v.text.formats import TOKEN_END, CorpusError, as_file, opened, recognize
+from w2v.text.formats import TOKEN_END, CorpusError, Format, as_file, opened
 
 SAMPLE_BYTES = 1_000_000  # read to recognize raw text
 SAMPLE_FILES = 8
@@ -125,17 +125,11 @@ def _icu(with_emoji: bool) -> Splitter:
     return words
 
 
-def is_plain(path: Path, settings: CorpusConfig) -> bool:
-    """Return whether the bytes of the file are the text, to be split as it is."""
-    found = recognize(path, settings)
-    return found.is_utf8 and not found.packing and splitter(settings) is None
-
-
 @contextmanager
-def opened_words(path: Path, settings: CorpusConfig) -> Iterator[BufferedIOBase]:
+def opened_words(path: Path, settings: CorpusConfig, known: Format) -> Iterator[BufferedIOBase]:
     """Open a file as UTF-8, its lines split if the settings name a function."""
     split = splitter(settings)
-    with opened(path, settings) as file:
+    with opened(path, settings, known) as file:
         yield as_file(_split_lines(file, split, path, settings.tokenize)) if split else file
 
 

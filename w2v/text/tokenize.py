@@ -28,9 +28,9 @@ ZERO_WIDTH_SPACE = "\u200b"  # between words of Khmer and others
 JOINERS = "\u200c\u200d"  # within words of Persian, Sinhala and others, and in emoji
 UNKNOWN, MARK = -1, -2  # replacements that depend on other characters
 PADDING = 16  # bytes after a text, as eight are read at once: a space, then zeros
-WORD, SPACE, END, NUL = range(4)  # kinds of bytes; all beyond ASCII are parts of words
+WORD, SPACE, END = range(3)  # kinds of bytes; all beyond ASCII are parts of words
 KINDS = np.array([chr(byte).isspace() * SPACE for byte in range(0x80)] + [WORD] * 0x80, np.uint8)
-KINDS[[NEWLINE, 0]] = END, NUL
+KINDS[NEWLINE] = END
 LAST_SPACE = 0x3000  # code points
 LAST_CASED = 0x1FFFF  # no later one has a lower case, and all later ones count as letters
 NEW_WORDS = 1 << 12  # that a table has room for, at least, when a text is numbered
@@ -91,7 +91,6 @@ class Numbered(NamedTuple):
 
     numbers: np.ndarray  # int32 [T], LINE_END for a line feed
     longest: int  # bytes of the longest word
-    has_nul: bool
 
 
 def number_words(
@@ -103,14 +102,13 @@ def number_words(
     every word and line end takes one. `numbers` is filled, int32; one for each byte is enough.
     """
     position = tokens = longest = 0
-    has_nul = False
-    while position < size and not has_nul:
+    while position < size:
         # Of a word, at most one chunk is not full.
         table.reserve(NEW_WORDS, size // 8 + NEW_WORDS)
-        table.size, position, tokens, longest, has_nul = _number(
+        table.size, position, tokens, longest = _number(
             text, size, first, table.arrays, table.size, position, tokens, longest, numbers
         )
-    return Numbered(numbers[:tokens], longest, has_nul)
+    return Numbered(numbers[:tokens], longest)
 
 
 class MergedWords:
@@ -218,7 +216,7 @@ def replacements(words_only: bool, lowercase: bool, pictures: str = "") -> np.nd
         elif words_only and not (
             character.isalnum() or character == "_" or (pictures and re.match(pictures, character))
         ):
-            becomes[point] = ord(" ") if point else 0
+            becomes[point] = ord(" ")
         elif lowercase and character != character.lower():
             lower = character.lower()
             becomes[point] = ord(lower) if len(lower) == 1 and character != "\u03a3" else UNKNOWN
@@ -366,15 +364,14 @@ def _add(text, start, end, key, slot, number, chunks, starts, slots):
 
 @compiled
 def _number(text, size, first, table, known, i, token, longest, numbers):
-    """Number words from byte i on, until NEW_WORDS are new or a NUL is read.
+    """Number words from byte i on, until NEW_WORDS are new.
 
-    Returns the words that are known, the next byte, the words and line ends so far, the bytes of
-    the longest word, and whether there was a NUL.
+    Returns the words that are known, the next byte, the words and line ends so far, and the bytes
+    of the longest word.
     """
     chunks, starts, counts, firsts, slots = table
     limit = known + NEW_WORDS
-    kind = SPACE
-    while i < size and known < limit and kind != NUL:
+    while i < size and known < limit:
         end = i
         ends = _ends(_chunk(text, end))
         while not ends:
@@ -404,7 +401,7 @@ def _number(text, size, first, table, known, i, token, longest, numbers):
             numbers[token] = LINE_END
             token += 1
         i = end + 1
-    return known, i, token, longest, kind == NUL
+    return known, i, token, longest
 
 
 @compiled

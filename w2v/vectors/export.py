@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import pickle
 import shutil
@@ -99,7 +98,7 @@ def save_run(
                 with open(new / "vectors.bin", "wb") as file:
                     file.writelines(_binary(vocab.words, vectors_VD))
             vocab.save(new / VOCAB)
-            sums = {path.name: hash_file(path, hashlib.sha256()) for path in new.iterdir()}
+            sums = {path.name: hash_file(path) for path in new.iterdir()}
             manifest.remove_derived(folder)
             for path in folder.glob(manifest.VECTORS):
                 path.unlink()
@@ -210,7 +209,7 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
         (folder / manifest.SUMS).unlink(missing_ok=True)  # wrong until all files are in place
     if sums:
         # Only new files are hashed, as the others may have been damaged since.
-        sums |= {name: hash_file(folder / name, hashlib.sha256()) for name in written}
+        sums |= {name: hash_file(folder / name) for name in written}
         if "kv" in formats:
             sums.pop(VOCAB, None)  # the words of other vectors
         known = {name: sums[name] for name in sums if (folder / name).exists()}

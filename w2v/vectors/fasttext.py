@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
-from w2v.text.ngrams import hash_ngrams, hash_words
+from w2v.text.ngrams import hash_words
 
 if TYPE_CHECKING:
     from w2v.config import Config
@@ -45,9 +45,12 @@ class Ngrams(NamedTuple):
 
     def compose(self, word: str) -> np.ndarray | None:
         """Return the vector [D] of an unseen word; None if it has no n-grams."""
-        hashes = hash_ngrams(word, self.min_n, self.max_n) if len(self.buckets_BD) else []
-        rows = [hashed % len(self.buckets_BD) for hashed in hashes]
-        return self.buckets_BD[rows].astype(np.float32).mean(0) if rows else None
+        if not len(self.buckets_BD):
+            return None
+        _, hashes_N = hash_words([word], self.min_n, self.max_n)
+        if not len(hashes_N):
+            return None
+        return self.buckets_BD[hashes_N % len(self.buckets_BD)].astype(np.float32).mean(0)
 
     def compose_all(self, words: Sequence[str]) -> np.ndarray:
         """Return the vectors of all words: float32 [V, D]."""

@@ -8,7 +8,6 @@ Its first line has the training step, and the others have checksums, as `sha256s
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -70,7 +69,7 @@ def check(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
         with refused(VectorsError, f"{path} cannot be read", "export it again"):
             if not path.is_file():  # a FIFO would block
                 raise ValueError("there is no such file")
-            if hash_file(path, hashlib.sha256()) != sums[name]:
+            if hash_file(path) != sums[name]:
                 raise VectorsError(
                     f"{path} is damaged: its SHA-256 is not that in {SUMS}; "
                     f"export it again, or remove {folder / SUMS} if you have changed it yourself"

@@ -45,12 +45,11 @@ class CudaSubwordKernels(SubwordKernels):
         return grads
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
-        of_step = {"rows": grads.rows, "subwords": self._struct}
         blocks, width = self._blocks(grads), view.records_SR.shape[1]
         compose = self._kernel("compose", ELEMENTS[view.records_SR.dtype])
-        compose(blocks, view=view, row_width=width, **of_step)
+        compose(blocks, view=view, rows=grads.rows, row_width=width, subwords=self._struct)
         grads = self.inner.gradients(batch, view, grads, lr)
-        self._kernel("spread")(blocks, **of_step)
+        self._kernel("spread")(blocks, rows=grads.rows, subwords=self._struct)
         return grads
 
     def _kernel(self, name: str, element: int = 0) -> Kernel:

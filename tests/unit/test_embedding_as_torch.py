@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.pairwise import pairwise
 from w2v import PagedEmbedding, PagedEmbeddingBag
 
 pytestmark = pytest.mark.filterwarnings("ignore:no PagedOptimizer steps this")
@@ -152,9 +153,7 @@ def padded(modules, dtype, padding, sparse):
     return found
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("padding", [0, 2, -2])
-@pytest.mark.parametrize("dtype", FLOATS + NARROW)
+@pairwise({"dtype": FLOATS + NARROW, "padding": [0, 2, -2], "sparse": [False, True]})
 def test_padding_gets_no_gradient(dtype, padding, sparse):
     assert_as_torch(padded, dtype, padding, sparse, rtol=1e-3, atol=0)
 
@@ -237,9 +236,7 @@ def outside(modules, dtype, kind, padding, mode):
     return found
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("padding", [None, 0])
-@pytest.mark.parametrize("dtype, kind", itertools.product(FLOATS, INTS))
+@pairwise({"mode": ["sum", "mean", "max"], "padding": [None, 0], "dtype": FLOATS, "kind": INTS})
 def test_ids_outside_the_table(dtype, kind, padding, mode):
     assert_as_torch(outside, dtype, kind, padding, mode)
 
@@ -296,9 +293,13 @@ def in_bags(modules, kinds, dtype, mode, weighs, last, sparse=False, ids=(3, 1, 
     return vectors, bags.weight.grad, factors.grad if weighs else None
 
 
-@pytest.mark.parametrize("mode, weighs", [("sum", 0), ("sum", 1), ("mean", 0), ("max", 0)])
-@pytest.mark.parametrize("dtype", FLOATS + NARROW)
-@pytest.mark.parametrize("kinds", itertools.product(INTS, INTS))
+@pairwise(
+    {
+        "mode, weighs": [("sum", 0), ("sum", 1), ("mean", 0), ("max", 0)],
+        "dtype": FLOATS + NARROW,
+        "kinds": itertools.product(INTS, INTS),
+    }
+)
 def test_bags_with_offsets(kinds, dtype, mode, weighs):
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype in NARROW else EXACT
     for last in (False, True):
@@ -326,12 +327,21 @@ def rectangles(modules, kind, dtype, mode, sparse, max_norm, weighs):
     return found
 
 
-@pytest.mark.parametrize(
-    "mode, sparse, weighs",
-    [("sum", 0, 1), ("sum", 1, 1), ("sum", 1, 0), ("mean", 0, 0), ("mean", 1, 0), ("max", 0, 0)],
+@pairwise(
+    {
+        "mode, sparse, weighs": [
+            ("sum", 0, 1),
+            ("sum", 1, 1),
+            ("sum", 1, 0),
+            ("mean", 0, 0),
+            ("mean", 1, 0),
+            ("max", 0, 0),
+        ],
+        "max_norm": [None, 3.0],
+        "kind": INTS,
+        "dtype": FLOATS,
+    }
 )
-@pytest.mark.parametrize("max_norm", [None, 3.0])
-@pytest.mark.parametrize("kind, dtype", itertools.product(INTS, FLOATS))
 def test_bags_of_one_size(kind, dtype, mode, sparse, max_norm, weighs):
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
     arguments = kind, dtype, mode, bool(sparse), max_norm, weighs

@@ -47,7 +47,7 @@ from w2v.word2vec.sampler import Sampler
 
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1}
 FORMULAS |= dict.fromkeys(("adadelta", "adam", "adamw", "adamax"), 2)
-GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED".split()
+GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED SLIDES"
 VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
@@ -59,18 +59,18 @@ VARIANTS = [
     ("peers.cu", {"RANKS": 4, "ELEMENT": 1, "WIDE": 1}),
     ("peers.cu", {"RANKS": 1000, "ELEMENT": 2, "WIDE": 4}),
     *(
-        ("gradients.cu", dict(zip(GRADIENT_MACROS, values, strict=True)))
+        ("gradients.cu", dict(zip(GRADIENT_MACROS.split(), values, strict=True)))
         for values in (
-            (128, 5, 6, 0, 0, 0, 0, 0, 1, 5),
-            (33, 20, 65, 0, 1, 1, 0, 0, 3, 0),
-            (1024, 1, 2, 0, 2, 0, 0, 0, 1, 8),
-            (128, 5, 6, 0, 0, 0, 1, 1, 2, 0),
-            (33, 20, 65, 0, 1, 1, 1, 0, 1, 0),
-            (1024, 1, 2, 0, 2, 1, 1, 1, 1, 0),
-            (128, 5, 0, 1, 0, 0, 0, 0, 1, 5),
-            (100, 5, 6, 1, 0, 1, 1, 1, 1, 0),
-            (1024, 5, 0, 1, 1, 1, 1, 0, 1, 0),
-            (2000, 5, 2, 1, 1, 1, 0, 0, 1, 0),
+            (128, 5, 6, 0, 0, 0, 0, 0, 1, 5, 1),
+            (33, 20, 65, 0, 1, 1, 0, 0, 3, 0, 1),
+            (1024, 1, 2, 0, 2, 0, 0, 0, 1, 8, 0),
+            (128, 5, 6, 0, 0, 0, 1, 1, 2, 0, 0),
+            (33, 20, 65, 0, 1, 1, 1, 0, 1, 0, 0),
+            (1024, 1, 2, 0, 2, 1, 1, 1, 1, 0, 0),
+            (128, 5, 0, 1, 0, 0, 0, 0, 1, 5, 0),
+            (100, 5, 6, 1, 0, 1, 1, 1, 1, 0, 0),
+            (1024, 5, 0, 1, 1, 1, 1, 0, 1, 0, 0),
+            (2000, 5, 2, 1, 1, 1, 0, 0, 1, 0, 0),
         )
     ),
     *(("subwords.cu", {"DIM": 100 + element, "ELEMENT": element}) for element in range(3)),

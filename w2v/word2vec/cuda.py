@@ -198,6 +198,8 @@ class CudaKernels(Kernels):
             mask_BC = reference.expand(batch).context_mask_BC
             return grads._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
 
+        slides = not (cbow or tree) and windows_fit(batch.window, self.shape.dim)
+
         def bind() -> Kernel:
             launch = kernel(
                 "gradients.cu",
@@ -210,6 +212,7 @@ class CudaKernels(Kernels):
                 COUNTED=int(self.shape.count_pairs),
                 MEAN=int(mean),
                 RANKS=max(1, self._peers),
+                SLIDES=int(slides),
                 WEIGHTED=weighted,
                 CBOW=int(cbow),
             )
@@ -222,8 +225,8 @@ class CudaKernels(Kernels):
 
         what = batch.window, targets, batch.objective, view, grads.rows
         launch = self._bind("gradients", what, bind)
-        # A warp of `skipgram` takes consecutive centers, so no more blocks than run at a time.
-        blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor=8 if cbow else 2)
+        # Of warps with consecutive centers no more than run at a time.
+        blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor=2 if slides else 8)
         launch(blocks, batch=batch_struct(batch), loss=grads.loss, pairs=grads.pairs)
         return grads
 
@@ -320,6 +323,12 @@ class TorchStepKernels(CudaKernels):
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         reference.ReferenceKernels(self.shape).optimizer_step(update, view, grads, state)
+
+
+def windows_fit(window: int, dim: int) -> bool:
+    """Return whether a block's windows of rows fit into shared memory."""
+    span = 2 * window + 1
+    return span < 64 and THREADS // 32 * span * (4 * dim + 4) <= 48 << 10
 
 
 def find_unique_rows(batch: Batch, rows: RowGrads) -> None:

@@ -11,6 +11,8 @@
 //   CBOW                    1 for CBOW, 0 for skip-gram
 //   MEAN                    1 if CBOW predicts from the mean of the context rows, 0 from their sum
 //   RANKS                   number of ranks that own the rows; 1: all rows are here
+//   SLIDES                  1 if a warp of skip-gram takes consecutive centers, and has a window's
+//                           rows in shared memory: at most 63, of WARPS windows in 48 KiB
 //   WEIGHTED                W if pairs of skip-gram at distance d weigh (W + 1 - d) / W, 0 if 1
 
 #include "batch.cuh"
@@ -146,9 +148,7 @@ constexpr int PRODUCTS = TOGETHER * TAKEN;
 constexpr int SUMS =
     PRODUCTS > 16 ? 32 : PRODUCTS > 8 ? 16 : PRODUCTS > 4 ? 8 : PRODUCTS > 2 ? 4 : PRODUCTS;
 
-// Positions of a window, and whether a warp sums the gradients of their words in shared memory.
-#define SPAN (2 * WINDOW + 1)
-#define SLIDES (!PATHS && SPAN < 64 && WARPS * SPAN * (4 * DIM + 4) <= 48 << 10)
+#define SPAN (2 * WINDOW + 1)  // positions of a window
 
 __shared__ FloatRow window_sums[WARPS][SLIDES ? SPAN : 1];
 __shared__ int window_index[WARPS][SLIDES ? SPAN : 1];  // of the unique row of each sum
@@ -184,9 +184,8 @@ struct SlidingWindow {
     }
 };
 
-// A warp takes consecutive centers, and goes through the context words with each group of targets.
-// So a context row is read once per group, and the gradient of a target is added to memory once
-// per center.
+// A warp goes through the context words with each group of targets. So a context row is read once
+// per group, and the gradient of a target is added to memory once per center.
 //
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
@@ -200,14 +199,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) skipgram(
     const int product = lane / (32 / SUMS);  // that this lane gets
     const int of_context = product / TAKEN, member = product % TAKEN;  // its rows
     const bool leader = lane % (32 / SUMS) == 0;  // of the lanes with the same product
-    const long long begin = batch.centers * warp_id() / warps();
-    const long long end = batch.centers * (warp_id() + 1) / warps();
+    const long long begin = SLIDES ? batch.centers * warp_id() / warps() : warp_id();
+    const long long end = SLIDES ? batch.centers * (warp_id() + 1) / warps() : batch.centers;
+    const long long step = SLIDES ? 1 : warps();  // else the warps of a block share context rows
     HotRows hot(batch);
     SlidingWindow sliding = {rows.grad_UD, 0};
     double lane_loss = 0;
     long long lane_pairs = 0;
 
-    for (long long center = begin; center < end; center++) {
+    for (long long center = begin; center < end; center += step) {
         const long long at = batch.first + center;
         sliding.flush(at - WINDOW - 1, lane);
         if (!batch.has_context(center)) continue;

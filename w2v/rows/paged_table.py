@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from w2v.config import TransferConfig
 from w2v.distributed.ranks import Ranks
 from w2v.rows.group import RowGroup, outside_inference, regroup
-from w2v.rows.lookup import LookUp, RowPage, RowsOfIds, UniqueRows
+from w2v.rows.lookup import LookUp, RowPage
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, RowState, SplitTable, Storage, Table, normal
@@ -88,9 +88,9 @@ class PagedTable:
         self.parameter = nn.Parameter(empty)
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         self.sums: Tensor | None = None  # their gradients, once ranks have exchanged them
-        # Pages with gradients that are to be sent to the ranks that own the rows.
-        self.unsent: dict[LookUp, tuple[RowPage, Tensor]] = {}
-        self.announced: RowsOfIds | None = None  # of the current batch of `PagedOptimizer.pages`
+        # Gradients that are to be sent to the ranks that own the rows.
+        self.unsent: dict[LookUp, Tensor] = {}
+        self.announced: RowPage | None = None  # of the current batch of `PagedOptimizer.pages`
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
@@ -146,9 +146,9 @@ class PagedTable:
         return self.fused and not has_rules and self.vector_dtype == torch.float32
 
     @torch.no_grad()
-    def read(self, found: UniqueRows) -> tuple[RowPage, Tensor]:
-        """Read rows; return the page and its weights [U, D]."""
-        store, rows_U = self.store, found.wait()
+    def read(self, page: RowPage) -> tuple[RowPage, Tensor]:
+        """Read rows; return the page with them, and its weights [U, D]."""
+        store, rows_U = self.store, page.rows()
         records_UR = store.group.read(rows_U)
         weight_UD = records_UR[:, store.table.columns["weight"]]
         if self.max_norm is not None:
@@ -161,7 +161,9 @@ class PagedTable:
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)
             store.group.write(store, rows_U, records_UR)
-        return RowPage(store, found, None if self.fused else records_UR), weight_UD
+        if not self.fused:
+            page = page.with_records(records_UR)
+        return page, weight_UD
 
     # Gradients, and the step by torch.
 
@@ -176,6 +178,20 @@ class PagedTable:
             return None
         return self.page, grad_UD
 
+    def pending(self, page: RowPage) -> Tensor | None:
+        """Return gradients of a look-up that wait for the step, or to be sent."""
+        if self.ranks.size > 1:
+            return self.unsent.get(page.look_up)
+        return self.parameter.grad
+
+    def collect(self, page: RowPage, grad_UD: Tensor) -> None:
+        """Add gradients to those that wait for the step, or to be sent."""
+        self.check_gradient()
+        if self.ranks.size > 1:
+            self.unsent[page.look_up] = grad_UD
+        else:
+            self.add_grad(page, grad_UD)
+
     def add_grad(self, page: RowPage, grad_UD: Tensor, is_exchanged: bool = False) -> None:
         """Add the gradient of a page to those that wait for the step."""
         if grad_UD is self.grad():  # it was added up in place
@@ -188,10 +204,9 @@ class PagedTable:
                 grad_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
                 for page, grad_uD in parts:
                     grad_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
-                records_UR = None
+                page = RowPage(self.store, None, rows_U=rows_U)
                 if not self.fused and len(rows_U) < len(self.store):
-                    records_UR = self.store.group.read(rows_U)
-                page = RowPage(self.store, rows_U, records_UR)
+                    page = page.with_records(self.store.group.read(rows_U))
         self.page = page
         if is_exchanged:  # inside a step, unseen by users
             self.sums = grad_UD
@@ -216,8 +231,8 @@ class PagedTable:
                 store.table[name].fill_(lr)
                 store.version += 1
             records_UR = page.records
-            if page.version != store.version:  # the table has changed since
-                records_UR = None
+            if records_UR is not None and page.version != store.version:
+                records_UR = None  # the table has changed since
             page.records = None  # a step that fails half-way is repeated on the rows of the table
             store.table.begin_step()
             counts = {name: store.table.scalars[name].clone() for name in self._layout.scalars}
@@ -243,7 +258,7 @@ class PagedTable:
             first_row = store.first_row
             rows = torch.arange(first_row, first_row + len(store), device=self.device)
             grad_VD = grad_VD.to(self.device, self.parameter.dtype)
-            self.add_grad(RowPage(store, rows), grad_VD.contiguous())
+            self.add_grad(RowPage(store, None, rows_U=rows), grad_VD.contiguous())
 
     def drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
@@ -501,8 +516,8 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
         if (waiting := table.waiting()) is not None:
             page, grad_UD = waiting
             key: LookUp | PagedTable = table
-            if page.owned and page.owned.look_up.group is table.store.group:
-                key = page.owned.look_up
+            if page.found and page.found.group is table.store.group:
+                key = page.found
             by_look_up.setdefault(key, []).append((table, page, grad_UD))
     for key, its_tables in by_look_up.items():
         stores = [table.store for table, _, _ in its_tables]
@@ -512,7 +527,7 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                 store.table.begin_step()
             counts = [optimizer.count_step(store.table) for store in stores]
             seeds = [store.table.next_rounding_seed() for store in stores]
-            grads = {page.owned.index: grad for _, page, grad in its_tables if page.owned}
+            grads = {page.index: grad for _, page, grad in its_tables if page.found}
             # Gradients are scaled and clipped in place: they are the same tensors.
             has_all = isinstance(key, LookUp) and all(
                 grads.get(index) is key.sums.get(index, key) for index in range(len(key.spans))

@@ -569,7 +569,10 @@ def find(table: PagedTable, ids: Ids) -> RowPage:
             )
     page = table.announced  # whose rows are there, unless other uses have evicted them
     if page is None or not page.look_up.is_of(page.index, ids):
-        page = look_up_alone(table, ids)
+        if table.ranks.size > 1:
+            page = look_up_alone(table, ids)
+        else:
+            (page,) = lookup.look_up([table.store], [ids], [table.span])
     # Beside rows of other tables of the group, as only this one has been looked up.
     lookup.prefetch(table.store.group, [page.look_up.own], part=table.store.first_row)
     return page
@@ -786,9 +789,9 @@ class _KernelVectors(torch.autograd.Function):
                 _sum_gradients(uses, None, whole, bags)
             else:
                 bags = bags and bags._replace(tables=1)
-                for use, grad in zip(uses, grads, strict=True):
+                for (table, page), grad in zip(uses, grads, strict=True):
                     if grad is not None:
-                        _sum_gradients([use], use[1].index, grad, bags)
+                        _sum_gradients([(table, page)], page.index, grad, bags)
         return (None,) * 3
 
 
@@ -802,6 +805,7 @@ def _sum_gradients(
     if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
         grad = grad.float().contiguous()
     pending = {page.index: table.pending(page) for table, page in uses}
-    sums = uses[0][1].look_up.add_gradients(index, grad, bags, pending)
+    _, first = uses[0]
+    sums = first.look_up.add_gradients(index, grad, bags, pending)
     for (table, page), sum_UD in zip(uses, sums, strict=True):
         table.collect(page, sum_UD)

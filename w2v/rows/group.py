@@ -21,7 +21,6 @@ from w2v.rows import ops
 from w2v.rows.cache import Engine, RowCache, TransferStats
 from w2v.rows.link import Link, MappedLink, link_between
 from w2v.rows.moves import PageRows
-from w2v.rows.ops import Bags
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table
 
@@ -111,25 +110,14 @@ class RowGroup:
             return part.records_VR, rows_U.int() if narrow_U is None else narrow_U
         return None
 
-    @outside_inference
-    def read_weights(
-        self,
-        rows_U: Tensor,
-        narrow_U: Tensor | None,
-        places_N: Tensor,
-        bags: Bags | None = None,
-        padding: int | None = None,
-    ) -> Tensor:
-        """Return weights of the unique rows at these places, or of bags of them.
+    def read_weights(self, rows_U: Tensor, narrow_U: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return weights on the compute device, and the slots of the rows in them.
 
-        They are float32 [N, D], on the GPU.
+        Without slots the rows are in order.
         """
-        slots_U: Tensor | None = None
         if (located := self.in_place(rows_U, narrow_U)) is not None:
-            records_SR, slots_U = located
-        else:
-            records_SR = self.read_stored(self.link, self.weights_VW, rows_U)
-        return ops.gather_bags(records_SR, slots_U, places_N, self.table.dim, bags, padding)
+            return located
+        return self.read_stored(self.link, self.weights_VW, rows_U), None
 
     def read_stored(
         self, link: Link, stored_VR: Tensor, rows_U: Tensor, slots_U: Tensor | None = None

@@ -180,15 +180,17 @@ class LookUp:
     def fetch(self, index: int) -> None:
         """Get a table's weights, if other ranks own them."""
 
-    def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        """Return vectors of a table's ids or bags; None: of the ids of all tables."""
-        return self.group.read_weights(
-            self.wait(), self.narrow_N, self.places_of(index), bags, self.left_out(index, bags)
-        )
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """Return weights on the compute device, and the slots of the rows in them."""
+        return self.group.read_weights(self.wait(), self.narrow_N)
 
-    def left_out(self, index: int | None, bags: Bags | None) -> int | None:
-        """Return the place of a table's padding row, which bags leave out."""
-        return self.paddings[index] if bags and index is not None else None
+    @outside_inference
+    def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
+        """Return vectors of a table's ids or bags, None: of all: float32 [N, D]."""
+        records_SR, slots_U = self.weights()
+        padding = self.paddings[index] if bags and index is not None else None
+        places_N, dim = self.places_of(index), self.group.table.dim
+        return ops.gather_bags(records_SR, slots_U, places_N, dim, bags, padding)
 
     def add_gradients(
         self,

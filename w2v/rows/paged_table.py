@@ -26,6 +26,7 @@ from w2v.config import TransferConfig
 from w2v.distributed.ranks import Ranks
 from w2v.rows.group import RowGroup, outside_inference, regroup
 from w2v.rows.lookup import LookUp, RowPage
+from w2v.rows.ops import Span
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, RowState, SplitTable, Storage, Table, normal
@@ -133,6 +134,11 @@ class PagedTable:
         stored_VD = self.stored()
         args = tree_map_only(Tensor, lambda ids: ids.to(stored_VD.device), args)
         return func(stored_VD, *args).to(self.device, self.vector_dtype)
+
+    @property
+    def span(self) -> Span:
+        """The rows of all ranks, for a look-up."""
+        return Span(self.num_embeddings, self.padding_idx, self.store.first_rows)
 
     @property
     def trains(self) -> bool:

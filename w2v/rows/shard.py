@@ -30,7 +30,6 @@ from torch import Tensor
 from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
 from w2v.rows import lookup, ops
 from w2v.rows.lookup import Ids, LookUp, Readback, RowPage
-from w2v.rows.ops import Bags, gather_bags
 from w2v.rows.paged_table import PagedTable
 from w2v.system.files import one_line
 
@@ -105,9 +104,8 @@ class RoutedLookUp(LookUp):
             borrow(self.batch or [self])
         self.unused.remove(index)
 
-    def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        dim, left_out = self.weights_UD.shape[1], self.left_out(index, bags)
-        return gather_bags(self.weights_UD, None, self.places_of(index), dim, bags, left_out)
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.weights_UD, None
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
         """Return a table's weights [U, D], and places of ids and padding."""
@@ -304,29 +302,18 @@ def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> 
     return Requests(tables[0].ranks, tables[0].device, groups, look_up)
 
 
-def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowPage]:
-    """Begin to look up ids, among the rows of all ranks."""
-    stores = [table.store for table in tables]
-    spans = [
-        ops.Span(table.num_embeddings, table.padding_idx, table.store.first_rows)
-        for table in tables
-    ]
-    kind = RoutedLookUp if tables[0].ranks.size > 1 else LookUp
-    return lookup.look_up(stores, ids, spans, kind)
-
-
 def look_up_ahead(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowPage]:
-    """Begin to look up ids that are read ahead."""
-    pages = look_up_tables(tables, ids)
+    """Begin to look up ids that are read ahead, among the rows of all ranks."""
+    stores, spans = [table.store for table in tables], [table.span for table in tables]
+    kind = RoutedLookUp if tables[0].ranks.size > 1 else LookUp
+    pages = lookup.look_up(stores, ids, spans, kind)
     for table, page in zip(tables, pages, strict=True):
         page.look_up.tables.append(table)
     return pages
 
 
 def look_up_alone(table: PagedTable, ids: Ids) -> RowPage:
-    """Look up ids that were not read ahead."""
-    if table.ranks.size == 1:
-        return look_up_tables([table], [ids])[0]
+    """Look up ids that were not sent ahead."""
     requests = request([table], lambda: LookedUpBatch(None, look_up_ahead([table], [ids])))
     requests.send_counts()
     requests.send_ids()

@@ -421,11 +421,7 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
 
     It is the same tensor, or they are a slice of it.
     """
-    lists = _lists(page)
-    for list_U in lists:
-        if rows_U is list_U:
-            return list_U, 0
-    for list_U in lists:
+    for list_U in _lists(page):
         start = rows_U.data_ptr() - list_U.data_ptr()
         if 0 <= start <= list_U.nbytes - rows_U.nbytes:
             return list_U, start // rows_U.itemsize

@@ -136,7 +136,7 @@ class RoutedLookUp(LookUp):
         """Return the means over ranks of the gradients of these tables' rows."""
         ranks, found = self.tables[0].ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
-            pending = {index: self.tables[index].grad() for index in indices}
+            pending = {index: self.tables[index].parameter.grad for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
         sum_LD = grad_MD.new_zeros(len(found.wait()), grad_MD.shape[1])
         sum_by_row(grad_MD, found.places_N, self.received, sum_LD)
@@ -350,5 +350,4 @@ def reduce(tables: Sequence[PagedTable]) -> None:
     for (look_up, its_tables), grad_MD in zip(indices.items(), grads, strict=True):
         sums_by_row = look_up.sum_by_row(grad_MD, its_tables)
         for index, sum_LD in zip(its_tables, sums_by_row, strict=True):
-            page = look_up.owned[index]
-            look_up.tables[index].add_grad(page, sum_LD, is_exchanged=True)
+            look_up.tables[index].add_grad(look_up.owned[index], sum_LD)

@@ -24,7 +24,7 @@ import train
 from tests.support.each_case import each_case
 from tests.support.saving import check_checkpoints
 from tests.support.tiny import tiny_arguments, tiny_paths
-from w2v.rows import checkpoint_files
+from w2v.rows import checkpoint
 from w2v.rows.checkpoint import Checkpoint, latest
 from w2v.system.files import sealed
 from w2v.training import memory, plan, save_timer
@@ -459,7 +459,7 @@ def test_disk_full_while_a_checkpoint_is_written(tmp_path, run_main, monkeypatch
     monkeypatch.setattr(plan, "free_disk_bytes", lambda folder: 1 << 50)
     monkeypatch.setattr(Plan, "copies", copies)
     monkeypatch.setattr(save_timer, "EPOCH_SECONDS", 0)
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1 << 20)
     larger = {"model__vector_size": 16, "train__epochs": 4, "train__batch_size": 4096}
     arguments = tiny_arguments(tmp_path, BIG, **larger)
     with mounted(tmp_path / "small", 12 << 20) as small:

@@ -19,7 +19,7 @@ import torch
 from tests.support.each_case import each_case
 from tests.support.steps import make_step, make_subword_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
-from w2v.rows import checkpoint_files
+from w2v.rows import checkpoint
 from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.system.files import sealed
 from w2v.system.process import Signals
@@ -390,7 +390,7 @@ def test_an_unwanted_last_checkpoint_does_not_replace_one_that_fails(tmp_path, m
     """One by time is under way; it and the vectors find the disk full."""
     full = OSError(28, "No space left")
     monkeypatch.setattr(export, "save_run", Mock(side_effect=full))
-    monkeypatch.setattr(checkpoint_files, "write_synced", Mock(side_effect=full))
+    monkeypatch.setattr(checkpoint, "write_synced", Mock(side_effect=full))
     options = "run.final_checkpoint=false", "run.checkpoint_minutes=0"
     with make(tmp_path, *options) as trainer:
         trainer.train()

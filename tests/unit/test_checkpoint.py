@@ -13,7 +13,7 @@ from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
 from w2v.distributed.ranks import RanksDiffer
-from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows import checkpoint
 from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
 
 NONE, SOME, ALL = 0, 500, 1 << 30  # bytes for copies; the six files of two tables have 2,760
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     """Let each table have three files."""
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 500)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 500)
 
 
 def save(folder, step=1, room=NONE, tables=None, **state):
@@ -121,7 +121,7 @@ def test_scalars_are_saved_for_each_rank(tmp_path, room):
 def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
     tmp_path, monkeypatch, room, broken
 ):
-    write = checkpoint_files.write_synced
+    write = checkpoint.write_synced
     failing = threading.Event()
 
     def full(path, parts):
@@ -129,7 +129,6 @@ def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
             raise OSError(28, "No space left on device")
         return write(path, parts)
 
-    monkeypatch.setattr(checkpoint_files, "write_synced", full)
     monkeypatch.setattr(checkpoint, "write_synced", full)
     keepers = checked(
         together(2, lambda ranks: Checkpoints(tmp_path, make_tables(ranks), room, ranks))
@@ -159,7 +158,7 @@ def test_failure_in_the_background_is_raised_when_asked_for(tmp_path, monkeypatc
     def full(path, parts):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_files, "write_synced", full)
+    monkeypatch.setattr(checkpoint, "write_synced", full)
     keeper.save({"step": 1})
     while keeper.busy:
         pass

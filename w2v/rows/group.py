@@ -304,11 +304,13 @@ class CachedLink(Link):
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 
-    def make_current(self, rows_U: Tensor) -> bool:
-        """Make this the current page.
+    def make_current(self, rows_U: Tensor) -> tuple[Tensor, int] | None:
+        """Make this the current page; return its list and where the rows begin.
 
-        Returns False, and empties the cache, if there are more rows than its capacity.
+        None for no rows, or more than the capacity, for which the cache is emptied.
         """
+        if not rows_U.shape[0]:
+            return None
         if rows_U.shape[0] > self.slots:
             if not self._is_warned:
                 room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
@@ -316,19 +318,24 @@ class CachedLink(Link):
                 self._is_warned = True  # before, as warnings may be errors
                 warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
             self.flush()
-            return False
-        if rows_U.shape[0]:
-            self._current_list(rows_U)
-        return True
+            return None
+        found = _find(self._current, rows_U)
+        if found is None:
+            found = _find(self._next, rows_U) or (rows_U, 0)
+            self.prefetch([rows_U])
+            self._filled().wait()
+            self._current, self._next = self._next, {}
+            self._slots.clear()
+        return found
 
     def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the cache's records and the slots of rows, int32.
 
         Makes the rows the current page. Returns None for no rows, or more than the capacity.
         """
-        if not rows_U.shape[0] or not self.make_current(rows_U):
+        if (found := self.make_current(rows_U)) is None:
             return None
-        cache, (list_U, start) = self._filled(), self._current_list(rows_U)
+        cache, (list_U, start) = self._filled(), found
         if (slots_U := self._slots.get(id(list_U))) is None:
             slots_U = self._slots[id(list_U)] = cache.slots_of(list_U)
         if rows_U is not list_U:
@@ -372,17 +379,6 @@ class CachedLink(Link):
             if self._table.storage == "mmap":  # the file outlives this link and the program
                 self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
         return self._cache
-
-    def _current_list(self, rows_U: Tensor) -> tuple[Tensor, int]:
-        """Make the list of these rows current; return it and where they begin."""
-        if (found := _find(self._current, rows_U)) is not None:
-            return found
-        found = _find(self._next, rows_U) or (rows_U, 0)
-        self.prefetch([rows_U])
-        self._filled().wait()
-        self._current, self._next = self._next, {}
-        self._slots.clear()
-        return found
 
     def _new_cache(self) -> Engine:
         if self.slots == self._table.rows:

@@ -190,7 +190,7 @@ class PagedRows(nn.Module):
     @property
     def store(self) -> Rows:
         """Rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
-        return self._table.opened()
+        return self._table.store
 
     def linear(self, vectors: Tensor) -> Tensor:
         """Return logits [..., V] over all rows of vectors [..., D].
@@ -586,7 +586,7 @@ def fetch(weight: PagedWeight, ids: Ids, is_sparse: bool) -> tuple[Tensor, Tenso
         and the place of the padding row, None where no id is padding.
     """
     table = weight.table
-    with table.opened().lock:
+    with table.store.lock:
         page = find(table, ids)
         if isinstance(page.look_up, RoutedLookUp):
             page.look_up.fetch(page.index)
@@ -639,7 +639,7 @@ def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) ->
 
     The first table of an announced batch computes those of all tables; the others take theirs.
     """
-    with table.opened().lock:
+    with table.store.lock:
         page = find(table, ids)
         if table.trains and (kept := page.take_vectors(offsets)) is not None:
             return kept
@@ -699,9 +699,7 @@ def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags 
         begins = offsets[: len(offsets) - table.include_last_offset]
         begins = begins.to(table.device, torch.int64).contiguous()
         return Bags(len(begins), begins, 0, is_mean)
-    given = None
-    if offsets is not None:
-        given = list(offsets.shape)
+    given = None if offsets is None else list(offsets.shape)
     reason = f"ids have shape {list(shape)} and offsets {given}"
     raise ValueError(f"{reason}; give ids [B, N], or ids [N] with offsets [B]")
 
@@ -781,9 +779,7 @@ class _KernelVectors(torch.autograd.Function):
         with table.store.lock:
             # One launch leaves out the padding row of one table at most.
             if len(uses) > 1 and len(present) == len(uses) and not has_padding:
-                whole = None
-                if bags:
-                    whole = stacked(present)
+                whole = stacked(present) if bags else None
                 if whole is None:
                     whole = torch.cat(present)
                 _sum_gradients(uses, None, whole, bags)

@@ -98,25 +98,20 @@ class PagedTable:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "announced"))
-        return vars(self) | {"_store": self.opened(), "unsent": {}} | gone
+        return vars(self) | {"_store": self.store, "unsent": {}} | gone
 
     @property
     def store(self) -> Rows:
-        """Return the rows of an open table."""
-        assert self._store is not None, "a table is opened at its first use"
-        return self._store
-
-    def opened(self) -> Rows:
         """Return the rows; open a table that no optimizer has opened."""
         if self._store is None:
             self.open()  # a PagedOptimizer may come later
-        return self.store
+        assert self._store is not None
+        return self._store
 
     def stored(self) -> Tensor:
         """Return a view [V, D] of this rank's weights, where they are stored."""
-        store = self.opened()
-        store.flush()
-        return store.table["weight"]
+        self.store.flush()
+        return self.store.table["weight"]
 
     def whole(self) -> Tensor:
         """Return a copy of all weights, as forward passes give them."""
@@ -220,7 +215,7 @@ class PagedTable:
 
     def step(self, optimizer: RowOptimizer, lr: float) -> None:
         """Step the rows that have gradients by torch, and write them back."""
-        store = self.opened()
+        store = self.store
         with store.lock:
             if (waiting := self.waiting()) is None:
                 return
@@ -253,7 +248,7 @@ class PagedTable:
 
     def add_whole_grad(self, grad_VD: Tensor) -> None:
         """Add a gradient of all rows to those that wait for the step."""
-        store = self.opened()
+        store = self.store
         with store.lock:
             first_row = store.first_row
             rows_V = torch.arange(first_row, first_row + len(store), device=self.device)
@@ -375,7 +370,7 @@ class PagedTable:
     @outside_inference
     def grow(self, num_embeddings: int, init: Init | None) -> None:
         """Append rows."""
-        with self.opened().lock:
+        with self.store.lock:
             new = self._copy_table(num_embeddings)
             before, self.num_embeddings = self.num_embeddings, num_embeddings
             if init is None and self.seed is None:
@@ -389,7 +384,7 @@ class PagedTable:
         if self.path is not None:
             raise ValueError(f"path={self.path}: a file keeps its {self.dtype}; use torch.autocast")
         self._check_no_grad()
-        with self.opened().lock:
+        with self.store.lock:
             self.dtype = self.vector_dtype = dtype
             new = self._copy_table(self.num_embeddings)
             self.parameter.data = self.parameter.to(torch.promote_types(dtype, torch.float32)).data
@@ -463,7 +458,7 @@ class PagedTable:
 
     def state(self) -> dict[str, Tensor]:
         """Return views of the optimizer state, by their names in torch."""
-        store = self.opened()
+        store = self.store
         store.flush()
         own = {name: store.table[name] for name in self._layout.states}
         return own | {name: store.table.scalars[name] for name in self._layout.scalars}

@@ -24,10 +24,10 @@ import train
 from tests.support.each_case import each_case
 from tests.support.saving import check_checkpoints
 from tests.support.tiny import tiny_arguments, tiny_paths
-from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows import checkpoint
 from w2v.rows.checkpoint import Checkpoint, latest
 from w2v.system.files import sealed
-from w2v.training import memory, plan
+from w2v.training import memory, plan, save_timer
 from w2v.training.memory import Plan
 from w2v.vectors import load as vector_files
 from w2v.word2vec.step import TrainingStep
@@ -431,7 +431,7 @@ def test_allocation_that_fails_while_training(tmp_path, run_main, monkeypatch, c
         return step(self, *arguments)
 
     monkeypatch.setattr(TrainingStep, "__call__", failing)
-    monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
+    monkeypatch.setattr(save_timer, "EPOCH_SECONDS", 0)
     program = "PROGRAM_BYTES", "COMPILER_BYTES", "CUDA_BYTES", "UNUSED_CUDA_BYTES"
     for name in (*program, "TORCH_CUDA_BYTES", "GPU_RESERVE"):
         monkeypatch.setattr(memory, name, 0)  # beside which a cache of some MB would count little
@@ -458,8 +458,8 @@ def test_disk_full_while_a_checkpoint_is_written(tmp_path, run_main, monkeypatch
     """A checkpoint has 5 MB, and there is no room for three."""
     monkeypatch.setattr(plan, "free_disk_bytes", lambda folder: 1 << 50)
     monkeypatch.setattr(Plan, "copies", copies)
-    monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(save_timer, "EPOCH_SECONDS", 0)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1 << 20)
     larger = {"model__vector_size": 16, "train__epochs": 4, "train__batch_size": 4096}
     arguments = tiny_arguments(tmp_path, BIG, **larger)
     with mounted(tmp_path / "small", 12 << 20) as small:

@@ -25,7 +25,7 @@ from tests.support.processes import fork
 from tests.support.programs import Programs
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.config import load_config, save_config
-from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows import checkpoint
 from w2v.rows.checkpoint import Checkpoint, Checkpoints
 from w2v.rows.table import Table
 from w2v.system.files import exclusive
@@ -184,9 +184,9 @@ def make_tables():
 
 def save_at_each_step(folder):
     """Save without end; three of the tables' eight files are copied first."""
-    checkpoint_files.FILE_BYTES = 8 << 10
+    checkpoint.FILE_BYTES = 8 << 10
     tables = make_tables()
-    keeper = Checkpoints(folder, tables, 3 * checkpoint_files.FILE_BYTES)
+    keeper = Checkpoints(folder, tables, 3 * checkpoint.FILE_BYTES)
     for step in itertools.count(1):
         for table in tables:
             table.records_VR.fill_(step)
@@ -194,7 +194,7 @@ def save_at_each_step(folder):
 
 
 def test_kills_while_copies_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 8 << 10)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 8 << 10)
     rng, partial = random.Random(KILLS), 0
     for number in range(2 * KILLS):
         folder = tmp_path / str(number)

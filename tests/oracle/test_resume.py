@@ -19,11 +19,12 @@ import torch
 from tests.support.each_case import each_case
 from tests.support.steps import make_step, make_subword_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
-from w2v.rows import checkpoint, checkpoint_files
+from w2v.rows import checkpoint
 from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.system.files import sealed
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
+from w2v.training import save_timer
 from w2v.training.trainer import Diverged, Trainer, TrainingLoop
 from w2v.vectors import export
 from w2v.word2vec.batch import Position, output_vectors
@@ -35,7 +36,7 @@ from w2v.word2vec.subwords import Subwords
 @pytest.fixture(autouse=True)
 def after_each_epoch(monkeypatch):
     """Write a checkpoint after each epoch, however short."""
-    monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
+    monkeypatch.setattr(save_timer, "EPOCH_SECONDS", 0)
     monkeypatch.setattr(Checkpoints, "busy", False)  # wait for the one before; skip none
 
 
@@ -279,7 +280,7 @@ def test_checkpoints_change_nothing(tmp_path):
 )
 def test_checkpoints_while_rows_move_change_nothing(tmp_path, monkeypatch, place):
     """Steps save while later ones of their page, and the next, are ready."""
-    monkeypatch.setattr(checkpoint, "LONG_SECONDS", math.inf)  # a save on a busy machine
+    monkeypatch.setattr(save_timer, "LONG_SECONDS", math.inf)  # a save on a busy machine
     what = {"place": place, "steps_per_page": 4}
     never = trained(tmp_path / "never", "run.checkpoint_minutes=0", **what)
     often = make(tmp_path / "often", "run.checkpoint_minutes=1e-9", **what)
@@ -389,7 +390,7 @@ def test_an_unwanted_last_checkpoint_does_not_replace_one_that_fails(tmp_path, m
     """One by time is under way; it and the vectors find the disk full."""
     full = OSError(28, "No space left")
     monkeypatch.setattr(export, "save_run", Mock(side_effect=full))
-    monkeypatch.setattr(checkpoint_files, "write_synced", Mock(side_effect=full))
+    monkeypatch.setattr(checkpoint, "write_synced", Mock(side_effect=full))
     options = "run.final_checkpoint=false", "run.checkpoint_minutes=0"
     with make(tmp_path, *options) as trainer:
         trainer.train()

@@ -1,7 +1,6 @@
 """Checkpoints are loaded as saved, or refused, on any number of ranks."""
 
 import json
-import logging
 import os
 import random
 import threading
@@ -14,8 +13,8 @@ from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
 from w2v.distributed.ranks import RanksDiffer
-from w2v.rows import checkpoint, checkpoint_files
-from w2v.rows.checkpoint import CheckpointError, Checkpoints, SaveTimer, latest
+from w2v.rows import checkpoint
+from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
 
 NONE, SOME, ALL = 0, 500, 1 << 30  # bytes for copies; the six files of two tables have 2,760
 INPUT = "input-00000-of-00003.safetensors"
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     """Let each table have three files."""
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 500)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 500)
 
 
 def save(folder, step=1, room=NONE, tables=None, **state):
@@ -122,7 +121,7 @@ def test_scalars_are_saved_for_each_rank(tmp_path, room):
 def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
     tmp_path, monkeypatch, room, broken
 ):
-    write = checkpoint_files.write_synced
+    write = checkpoint.write_synced
     failing = threading.Event()
 
     def full(path, parts):
@@ -130,7 +129,6 @@ def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
             raise OSError(28, "No space left on device")
         return write(path, parts)
 
-    monkeypatch.setattr(checkpoint_files, "write_synced", full)
     monkeypatch.setattr(checkpoint, "write_synced", full)
     keepers = checked(
         together(2, lambda ranks: Checkpoints(tmp_path, make_tables(ranks), room, ranks))
@@ -160,7 +158,7 @@ def test_failure_in_the_background_is_raised_when_asked_for(tmp_path, monkeypatc
     def full(path, parts):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_files, "write_synced", full)
+    monkeypatch.setattr(checkpoint, "write_synced", full)
     keeper.save({"step": 1})
     while keeper.busy:
         pass
@@ -253,65 +251,3 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
         save(tmp_path)
     with pytest.raises(CheckpointError, match="is of format 6, and this version reads format 7"):
         latest(tmp_path)
-
-
-class Clock:
-    """Stands for the module `time`; passes only when told to."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-
-def test_blocking_saves_take_a_tenth_of_the_time(monkeypatch, caplog):
-    """One is due every 10 minutes; after one of 155 s the next is due later."""
-    clock = Clock()
-    monkeypatch.setattr(checkpoint, "time", clock)
-    caplog.set_level(logging.INFO, "w2v")
-    timer, waits = SaveTimer(10), []
-    for seconds in (0.5, 50, 50, 155, 0.5):
-        began = clock.now
-        while not timer.due():
-            clock.now += 1
-        waits.append(clock.now - began)
-        with timer.saving():
-            clock.now += seconds
-    assert waits == [600, 600, 600, 600, 1550] and timer.saves == 5
-    first, again, long = caplog.messages
-    assert first == again and "waited 50.0 s" in first and "10.0 minutes later" in first
-    assert "waited 155.0 s" in long and "25.8 minutes later" in long
-
-
-def test_epochs_of_a_minute_wait_after_a_long_save(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(checkpoint, "time", clock)
-    timer = SaveTimer(10)
-    with timer.saving():
-        clock.now += 50
-    due = []
-    for after in (60, 499, 500):
-        clock.now = 50 + after
-        due.append(timer.due(60))
-    assert due == [False, False, True]
-
-
-def test_no_checkpoint_by_time_is_due_with_zero_minutes(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(checkpoint, "time", clock)
-    timer = SaveTimer(0)
-    clock.now = 1e9
-    assert not timer.due() and not timer.due(60)
-
-
-def test_an_epoch_of_a_minute_is_worth_a_checkpoint(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(checkpoint, "time", clock)
-    timer, seldom = SaveTimer(0.5), SaveTimer(10)
-    due = []
-    for clock.now in (29, 30, 59, 60):
-        due.append((timer.due(60), seldom.due(60)))
-    assert due == [(False, False), (True, False), (True, False), (True, True)]
-    with seldom.saving():
-        pass
-    assert not seldom.due(60)

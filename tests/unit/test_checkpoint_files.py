@@ -11,7 +11,7 @@ from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
 from w2v.distributed.ranks import SINGLE
-from w2v.rows import checkpoint_files
+from w2v.rows import checkpoint
 
 ROWS = 23
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,19 +19,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 280)
-    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 140)
-
-
-def records(tables):
-    return {table.name: table.saved_VR for table in tables}
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 280)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 140)
 
 
 def write(ranks, folder, tables=None, **what):
     """Write all ranks' tables and return the entries of all files."""
-    files = checkpoint_files.files(records(tables or make_tables(ranks, **what)), ranks)
+    files = checkpoint.record_files(tables or make_tables(ranks, **what), ranks)
     entries = {}
-    for part in ranks.all_gather(checkpoint_files.write(folder, files)):
+    for part in ranks.all_gather(checkpoint.write_files(folder, files)):
         entries.update(part)
     return entries
 
@@ -39,8 +35,8 @@ def write(ranks, folder, tables=None, **what):
 def read(ranks, folder, entries, saved, rows=ROWS, **what):
     """Return this rank's tables as read from the files of `saved` ranks."""
     tables = make_tables(ranks, filled=False, rows=rows, **what)
-    wanted = {name: (rows, records_VR) for name, records_VR in records(tables).items()}
-    checkpoint_files.read(folder, entries, wanted, saved, ranks)
+    wanted = {table.name: (rows, table.saved_VR) for table in tables}
+    checkpoint.read_files(folder, entries, wanted, saved, ranks)
     for table, expected in zip(tables, make_tables(ranks, rows=rows, **what), strict=True):
         table.scalars = expected.scalars  # which are in the manifest
     return tables
@@ -107,20 +103,20 @@ def test_damage_is_found_by_any_number_of_ranks(tmp_path, now):
         rank = int(re.search("rank-([01])", path.name)[1])
         readers = [other for other in range(now) if (other - rank) % math.gcd(2, now) == 0]
         for error in raised([answers[reader] for reader in readers]):
-            assert isinstance(error, checkpoint_files.Damaged)
+            assert isinstance(error, checkpoint.CheckpointError)
             assert f"{path.name} is damaged (its CRC-32 is " in str(error)
         path.write_bytes(whole)
 
 
 def test_files_are_read_in_chunks(tmp_path, monkeypatch):
     entries, *_ = checked(together(2, write, tmp_path))
-    sizes, read_file = [], checkpoint_files._read_file
+    sizes, read_file = [], checkpoint._read_file
 
     def measured(*arguments):
         for chunk_nR in read_file(*arguments):
             sizes.append(chunk_nR.nbytes)
             yield chunk_nR
 
-    monkeypatch.setattr(checkpoint_files, "_read_file", measured)
+    monkeypatch.setattr(checkpoint, "_read_file", measured)
     checked(together(3, assert_read, tmp_path, entries, 2))
     assert len(sizes) > 8 and max(sizes) <= 140

@@ -31,6 +31,7 @@ from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.config import OPTIMIZERS
 from w2v.rows.cache import RowCache
 from w2v.rows.lookup import joined, look_up, stacked
+from w2v.rows.ops import Span
 from w2v.rows.optimizer import look_up_batch
 from w2v.rows.table import normal
 
@@ -969,7 +970,7 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
         found = look_up_batch([table._table for table in tables], ids, [*range(5)])
         for table, its, given in zip(tables, found, ids, strict=True):
             expected, places = torch.unique(given.long(), return_inverse=True)
-            assert torch.equal(its.wait().cpu() - table.store.first_row, expected)
+            assert torch.equal(its.rows().cpu() - table.store.first_row, expected)
             assert torch.equal(its.places().cpu(), places)
             assert its.padding() == (0 if len(expected) and expected[0] == 0 else None)
     for table, wrong in ((1, 40), (1, -1), (4, 64)):
@@ -977,7 +978,7 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
         ids[table][1] = wrong
         message = f"id {wrong} is not a row; rows are 0 to {sizes[table] - 1}"
         with pytest.raises(IndexError, match=message):
-            len(look_up_batch([table._table for table in tables], ids, [*range(5)])[0].wait())
+            len(look_up_batch([table._table for table in tables], ids, [*range(5)])[0].rows())
 
 
 @devices
@@ -1017,14 +1018,14 @@ def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
     store = RowStore(rows, 4, storage="cuda")
     for padding in (None, 0, rows - 1):
         ids = (torch.rand(count, device="cuda") ** 3 * rows).long()
-        found = look_up(store, ids, padding)
+        (found,) = look_up([store], [ids], [Span(rows, padding, store.first_rows)])
         expected, places = torch.unique(ids, return_inverse=True)
-        assert torch.equal(found.wait(), expected) and torch.equal(found.places(), places)
+        assert torch.equal(found.rows(), expected) and torch.equal(found.places(), places)
         place = torch.nonzero(expected == padding) if padding is not None else []
         assert found.padding() == (int(place) if len(place) else None)
     for wrong in (-1, rows, 2**40, -(2**40)):
         with pytest.raises(IndexError, match=f"id {wrong} is not a row"):
-            len(look_up(store, torch.tensor([0, wrong], device="cuda")).wait())
+            len(look_up([store], [torch.tensor([0, wrong], device="cuda")])[0].rows())
 
 
 @pairwise(

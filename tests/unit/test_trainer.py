@@ -11,10 +11,9 @@ import torch
 from tests.support.each_case import each_case
 from tests.support.zipf import zipf_text
 from w2v.config import load_config
-from w2v.rows import checkpoint
 from w2v.rows.checkpoint import Checkpoints
 from w2v.rows.optim import learning_rate
-from w2v.training import build, plan, trainer
+from w2v.training import build, plan, save_timer, trainer
 from w2v.training.trainer import Diverged, Trainer, Trial
 from w2v.word2vec.batch import FAULTS
 from w2v.word2vec.step import TrainingStep
@@ -139,7 +138,7 @@ def test_deterministic_mode_lasts_as_long_as_an_epoch(before, monkeypatch):
 def test_ranks_ask_once_an_interval_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """A checkpoint that is due then is left out until the next interval."""
     clock, asked = Clock(), []
-    monkeypatch.setattr(checkpoint, "time", clock)
+    monkeypatch.setattr(save_timer, "time", clock)
     monkeypatch.setattr(Checkpoints, "busy", property(lambda self: asked.append(clock.now) or True))
     loop = make_loop("run.checkpoint_minutes=1", words=20_000)
     (tmp_path / "checkpoints").mkdir()

@@ -22,7 +22,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
 from w2v.rows.group import Function
-from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, RowsOfIds, as_tensor, stacked
+from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, as_tensor, stacked
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable, PagedWeight
 from w2v.rows.shard import RoutedLookUp, look_up_alone
@@ -40,6 +40,7 @@ from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
+Use = tuple[PagedTable, RowPage]  # a table's rows in a forward pass
 
 
 class RowError(IndexError, RuntimeError, AssertionError):
@@ -189,7 +190,7 @@ class PagedRows(nn.Module):
     @property
     def store(self) -> Rows:
         """Rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
-        return self._table.opened()
+        return self._table.store
 
     def linear(self, vectors: Tensor) -> Tensor:
         """Return logits [..., V] over all rows of vectors [..., D].
@@ -554,15 +555,7 @@ def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init |
 # Forward passes.
 
 
-class Use(NamedTuple):
-    """A table's rows in a forward pass."""
-
-    table: PagedTable
-    rows: RowsOfIds
-    page: RowPage
-
-
-def find(table: PagedTable, ids: Ids) -> RowsOfIds:
+def find(table: PagedTable, ids: Ids) -> RowPage:
     """Look up ids, and begin to bring their rows."""
     dist = torch.distributed
     if table.trains and table.shares_no_rows and dist.is_available() and dist.is_initialized():
@@ -574,16 +567,15 @@ def find(table: PagedTable, ids: Ids) -> RowsOfIds:
                 f"this PagedEmbedding cannot train in {where}: each process would have a table of "
                 "its own; make it with process_group=torch.distributed.group.WORLD"
             )
-    found = table.announced  # whose rows are there, unless other uses have evicted them
-    if found is None or not found.is_of(ids):
+    page = table.announced  # whose rows are there, unless other uses have evicted them
+    if page is None or not page.look_up.is_of(page.index, ids):
         if table.ranks.size > 1:
-            found = look_up_alone(table, ids)
+            page = look_up_alone(table, ids)
         else:
-            found = lookup.look_up(table.store, ids, table.padding_idx)
-        # Beside rows of other tables of the group, as only this one has been looked up.
-        group, part = table.store.group, table.store.first_row
-        lookup.prefetch(group, [found.look_up.own], part=part)
-    return found
+            (page,) = lookup.look_up([table.store], [ids], [table.span])
+    # Beside rows of other tables of the group, as only this one has been looked up.
+    lookup.prefetch(table.store.group, [page.look_up.own], part=table.store.first_row)
+    return page
 
 
 def fetch(weight: PagedWeight, ids: Ids, is_sparse: bool) -> tuple[Tensor, Tensor, int | None]:
@@ -594,23 +586,23 @@ def fetch(weight: PagedWeight, ids: Ids, is_sparse: bool) -> tuple[Tensor, Tenso
         and the place of the padding row, None where no id is padding.
     """
     table = weight.table
-    with table.opened().lock:
-        found = find(table, ids)
-        if isinstance(found.look_up, RoutedLookUp):
-            page = found.look_up.page_of(found)
-            weight_UD, places_N, padding = found.look_up.part(found.index)
+    with table.store.lock:
+        page = find(table, ids)
+        if isinstance(page.look_up, RoutedLookUp):
+            page.look_up.fetch(page.index)
+            weight_UD, places_N, padding = page.look_up.part(page.index)
         else:
-            page, weight_UD = table.read(found)
-            places_N, padding = found.places(), found.padding()
+            page, weight_UD = table.read(page)
+            places_N, padding = page.places(), page.padding()
     if table.trains and not table.has_optimizer and weight.requires_grad:
         rows_U = page.rows() - table.store.first_row
         weight_UD = _RowsOfWeight.apply(weight, weight_UD, rows_U, is_sparse)
     elif table.trains:
         weight_UD = nn.Parameter(weight_UD)
         # The graph keeps the page; without a backward pass it goes, and nothing has changed.
-        collect = functools.partial(_collect, Use(table, found, page))
+        collect = functools.partial(_collect, table, page)
         weight_UD.register_post_accumulate_grad_hook(collect)
-    return weight_UD.to(table.vector_dtype), places_N.view(found.shape), padding
+    return weight_UD.to(table.vector_dtype), places_N.view(page.shape), padding
 
 
 class _RowsOfWeight(torch.autograd.Function):
@@ -632,32 +624,14 @@ class _RowsOfWeight(torch.autograd.Function):
         return grad_VD, None, None, None
 
 
-def _collect(use: Use, weight_UD: Any) -> None:
+def _collect(table: PagedTable, page: RowPage, weight_UD: Any) -> None:
     """Take the gradient from the weights of a page."""
     grad_UD = weight_UD.grad.detach()
     weight_UD.grad = None
-    table, rows, _ = use
     with table.store.lock:
-        if isinstance(rows.look_up, RoutedLookUp):
-            grad_UD = rows.look_up.add_rows(rows.index, grad_UD, _pending(table, rows))
-        _add_grad(use, grad_UD)
-
-
-def _pending(table: PagedTable, rows: RowsOfIds) -> Tensor | None:
-    """Return gradients of these rows that wait for the step, or to be sent."""
-    if not isinstance(rows.look_up, RoutedLookUp):
-        return table.parameter.grad
-    _, grad_UD = table.unsent.get(rows.look_up, (None, None))
-    return grad_UD
-
-
-def _add_grad(use: Use, grad_UD: Tensor) -> None:
-    """Add a page's gradient to those that wait for the step or the exchange."""
-    use.table.check_gradient()
-    if isinstance(use.rows.look_up, RoutedLookUp):
-        use.table.unsent[use.rows.look_up] = use.page, grad_UD
-    else:
-        use.table.add_grad(use.page, grad_UD)
+        if isinstance(page.look_up, RoutedLookUp):
+            grad_UD = page.look_up.add_rows(page.index, grad_UD, table.pending(page))
+        table.collect(page, grad_UD)
 
 
 def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) -> Tensor:
@@ -665,54 +639,52 @@ def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) ->
 
     The first table of an announced batch computes those of all tables; the others take theirs.
     """
-    with table.opened().lock:
-        found = find(table, ids)
-        if table.trains and (kept := found.take_vectors(offsets)) is not None:
+    with table.store.lock:
+        page = find(table, ids)
+        if table.trains and (kept := page.take_vectors(offsets)) is not None:
             return kept
-        bags = _bags(table, found.shape, offsets)
+        look_up, bags = page.look_up, _bags(table, page.shape, offsets)
         if not table.trains:
-            found.look_up.page_of(found)
-            return found.in_shape(found.look_up.vectors(found.index, bags), bags)
-        users = _tables_to_compute(table, found, bags)
-        bags = bags and bags._replace(tables=len(users))
-        uses = [Use(user, rows, rows.look_up.page_of(rows)) for user, rows in users]
+            look_up.fetch(page.index)
+            return page.in_shape(look_up.vectors(page.index, bags), bags)
+        uses = _tables_to_compute(table, page, bags)
+        bags = bags and bags._replace(tables=len(uses))
+        for _, its_page in uses:
+            look_up.fetch(its_page.index)
         computed = _KernelVectors.apply(table.parameter, uses, bags)
         seen = Identity(offsets)
-        for use, vectors_ND in zip(uses, computed, strict=True):
-            vectors = use.rows.in_shape(vectors_ND, bags)
-            if use.rows is found:
+        for (user, its_page), vectors_ND in zip(uses, computed, strict=True):
+            vectors = its_page.in_shape(vectors_ND, bags)
+            if its_page is page:
                 own = vectors
             else:
-                version, of_all = use.table.store.version, found.look_up.computed
-                of_all[use.rows.index] = ComputedVectors(vectors, version, seen)
+                of_user = ComputedVectors(vectors, user.store.version, seen)
+                look_up.computed[its_page.index] = of_user
         return own
 
 
-def _launch_key(table: PagedTable, rows: RowsOfIds) -> Any:
+def _launch_key(table: PagedTable, page: RowPage) -> Any:
     """Return a key; tables with equal keys share one kernel launch."""
     is_bag = table.mode is not None
     # Kernels leave out one padding row at a time: bags of such tables are by themselves.
     if not table.uses_kernels or (is_bag and table.padding_idx is not None) or table.mode == "max":
         return table
-    return is_bag and (table.mode, table.include_last_offset, rows.shape)
+    return is_bag and (table.mode, table.include_last_offset, page.shape)
 
 
-def _tables_to_compute(
-    table: PagedTable, found: RowsOfIds, bags: Bags | None
-) -> list[tuple[PagedTable, RowsOfIds]]:
+def _tables_to_compute(table: PagedTable, page: RowPage, bags: Bags | None) -> list[Use]:
     """Return this table, or at the first use of an announced batch all.
 
     Bags are summed together until offsets of tables are found to differ.
     """
-    look_up = found.look_up
+    look_up = page.look_up
     bags_differ = bags and table.store.group.bags_differ
-    if found is table.announced and not look_up.is_computed and not bags_differ:
+    if page is table.announced and not look_up.is_computed and not bags_differ:
         look_up.is_computed = True
-        users = [(each, each.announced) for each in look_up.tables if each.trains]
-        keys = {_launch_key(each, rows) for each, rows in users}
-        if len(users) == len(look_up.tables) and len(keys) == 1:
-            return users
-    return [(table, found)]
+        uses = [(each, each.announced) for each in look_up.tables if each.trains]
+        if len(uses) == len(look_up.tables) and len({_launch_key(*use) for use in uses}) == 1:
+            return uses
+    return [(table, page)]
 
 
 def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
@@ -727,9 +699,7 @@ def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags 
         begins = offsets[: len(offsets) - table.include_last_offset]
         begins = begins.to(table.device, torch.int64).contiguous()
         return Bags(len(begins), begins, 0, is_mean)
-    given = None
-    if offsets is not None:
-        given = list(offsets.shape)
+    given = None if offsets is None else list(offsets.shape)
     reason = f"ids have shape {list(shape)} and offsets {given}"
     raise ValueError(f"{reason}; give ids [B, N], or ids [N] with offsets [B]")
 
@@ -794,32 +764,30 @@ class _KernelVectors(torch.autograd.Function):
         """Return vectors [N, D] of each table; `trained` needs a gradient."""
         ctx.set_materialize_grads(False)
         ctx.uses, ctx.bags = uses, bags
-        first = uses[0].rows
+        _, first = uses[0]
         vectors_ND = first.look_up.vectors(first.index if len(uses) == 1 else None, bags)
-        counts = [bags.number if bags else use.rows.shape.numel() for use in uses]
+        counts = [bags.number if bags else page.shape.numel() for _, page in uses]
         # Not views, which could not be changed in place.
         return vectors_ND.unsafe_split_with_sizes(counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         uses, bags = ctx.uses, ctx.bags
-        table, rows, _ = uses[0]
+        table, page = uses[0]
         present = [grad for grad in grads if grad is not None]
-        has_padding = rows.look_up.paddings.count(None) < len(uses)
+        has_padding = page.look_up.paddings.count(None) < len(uses)
         with table.store.lock:
             # One launch leaves out the padding row of one table at most.
             if len(uses) > 1 and len(present) == len(uses) and not has_padding:
-                whole = None
-                if bags:
-                    whole = stacked(present)
+                whole = stacked(present) if bags else None
                 if whole is None:
                     whole = torch.cat(present)
                 _sum_gradients(uses, None, whole, bags)
             else:
                 bags = bags and bags._replace(tables=1)
-                for use, grad in zip(uses, grads, strict=True):
+                for (table, page), grad in zip(uses, grads, strict=True):
                     if grad is not None:
-                        _sum_gradients([use], use.rows.index, grad, bags)
+                        _sum_gradients([(table, page)], page.index, grad, bags)
         return (None,) * 3
 
 
@@ -832,7 +800,8 @@ def _sum_gradients(
     """Sum gradients of ids or bags by row, with those that wait for the step."""
     if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
         grad = grad.float().contiguous()
-    pending = {rows.index: _pending(table, rows) for table, rows, _ in uses}
-    sums = uses[0].rows.look_up.add_gradients(index, grad, bags, pending)
-    for use, sum_UD in zip(uses, sums, strict=True):
-        _add_grad(use, sum_UD)
+    pending = {page.index: table.pending(page) for table, page in uses}
+    _, first = uses[0]
+    sums = first.look_up.add_gradients(index, grad, bags, pending)
+    for (table, page), sum_UD in zip(uses, sums, strict=True):
+        table.collect(page, sum_UD)

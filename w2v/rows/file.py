@@ -166,15 +166,13 @@ def _open_locked(path: Path, temporary: Path) -> tuple[BinaryIO, bool]:
 def lock(file: BinaryIO, path: str | Path) -> None:
     """Lock an open file until it is closed; refuse one that a table has open."""
     with naming_file(path):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            gc.collect()  # a table that was deleted may still be there
+        for _ in range(2):
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                remedy = "delete that table, end that process, or take another path"
-                raise ValueError(f"{path} is open in another table or process; {remedy}") from None
+                gc.collect()  # a table that was deleted may still be there
+        remedy = "delete that table, end that process, or take another path"
+        raise ValueError(f"{path} is open in another table or process; {remedy}")
 
 
 def nameless_records(folder: str | Path, rows: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,6 @@ from w2v.rows import ops
 from w2v.rows.cache import Engine, RowCache, TransferStats
 from w2v.rows.link import Link, MappedLink, link_between
 from w2v.rows.moves import PageRows
-from w2v.rows.ops import Bags
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table
 
@@ -111,25 +110,14 @@ class RowGroup:
             return part.records_VR, rows_U.int() if narrow_U is None else narrow_U
         return None
 
-    @outside_inference
-    def read_weights(
-        self,
-        rows_U: Tensor,
-        narrow_U: Tensor | None,
-        places_N: Tensor,
-        bags: Bags | None = None,
-        padding: int | None = None,
-    ) -> Tensor:
-        """Return weights of the unique rows at these places, or of bags of them.
+    def read_weights(self, rows_U: Tensor, narrow_U: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return weights on the compute device, and the slots of the rows in them.
 
-        They are float32 [N, D], on the GPU.
+        Without slots the rows are in order.
         """
-        slots_U: Tensor | None = None
         if (located := self.in_place(rows_U, narrow_U)) is not None:
-            records_SR, slots_U = located
-        else:
-            records_SR = self.read_stored(self.link, self.weights_VW, rows_U)
-        return ops.gather_bags(records_SR, slots_U, places_N, self.table.dim, bags, padding)
+            return located
+        return self.read_stored(self.link, self.weights_VW, rows_U), None
 
     def read_stored(
         self, link: Link, stored_VR: Tensor, rows_U: Tensor, slots_U: Tensor | None = None
@@ -316,11 +304,13 @@ class CachedLink(Link):
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 
-    def make_current(self, rows_U: Tensor) -> bool:
-        """Make this the current page.
+    def make_current(self, rows_U: Tensor) -> tuple[Tensor, int] | None:
+        """Make this the current page; return its list and where the rows begin.
 
-        Returns False, and empties the cache, if there are more rows than its capacity.
+        None for no rows, or more than the capacity, for which the cache is emptied.
         """
+        if not rows_U.shape[0]:
+            return None
         if rows_U.shape[0] > self.slots:
             if not self._is_warned:
                 room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
@@ -328,19 +318,24 @@ class CachedLink(Link):
                 self._is_warned = True  # before, as warnings may be errors
                 warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
             self.flush()
-            return False
-        if rows_U.shape[0]:
-            self._current_list(rows_U)
-        return True
+            return None
+        found = _find(self._current, rows_U)
+        if found is None:
+            found = _find(self._next, rows_U) or (rows_U, 0)
+            self.prefetch([rows_U])
+            self._filled().wait()
+            self._current, self._next = self._next, {}
+            self._slots.clear()
+        return found
 
     def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the cache's records and the slots of rows, int32.
 
         Makes the rows the current page. Returns None for no rows, or more than the capacity.
         """
-        if not rows_U.shape[0] or not self.make_current(rows_U):
+        if (found := self.make_current(rows_U)) is None:
             return None
-        cache, (list_U, start) = self._filled(), self._current_list(rows_U)
+        cache, (list_U, start) = self._filled(), found
         if (slots_U := self._slots.get(id(list_U))) is None:
             slots_U = self._slots[id(list_U)] = cache.slots_of(list_U)
         if rows_U is not list_U:
@@ -385,17 +380,6 @@ class CachedLink(Link):
                 self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
         return self._cache
 
-    def _current_list(self, rows_U: Tensor) -> tuple[Tensor, int]:
-        """Make the list of these rows current; return it and where they begin."""
-        if (found := _find(self._current, rows_U)) is not None:
-            return found
-        found = _find(self._next, rows_U) or (rows_U, 0)
-        self.prefetch([rows_U])
-        self._filled().wait()
-        self._current, self._next = self._next, {}
-        self._slots.clear()
-        return found
-
     def _new_cache(self) -> Engine:
         if self.slots == self._table.rows:
             return Engine(self._table, self._device)
@@ -433,11 +417,7 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
 
     It is the same tensor, or they are a slice of it.
     """
-    lists = _lists(page)
-    for list_U in lists:
-        if rows_U is list_U:
-            return list_U, 0
-    for list_U in lists:
+    for list_U in _lists(page):
         start = rows_U.data_ptr() - list_U.data_ptr()
         if 0 <= start <= list_U.nbytes - rows_U.nbytes:
             return list_U, start // rows_U.itemsize

@@ -5,6 +5,7 @@ Shapes: N ids, U unique rows, D dimensions.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ class LookUp:
     sorted by rank, then by table.
 
     Attributes:
+        shapes: Of the ids of each table.
         places_N: The place of each id's row among the unique rows.
         rows_N: The unique rows; on a GPU at the front of a buffer as long as the ids.
         narrow_N: The same buffer in 32 bits, on a GPU.
@@ -59,13 +61,12 @@ class LookUp:
     _readback: Readback | None = None  # numbers by span, until the CPU has read them
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
 
-    # It holds no reference to its tables' UniqueRows, which refer to it: the memory of cycles is
-    # freed late.
+    # It holds no reference to its pages, which refer to it: the memory of cycles is freed late.
     def __init__(
         self,
         group: RowGroup,
         spans: Sequence[ops.Span],  # the tables
-        ids: Sequence[Tensor],  # of each table; with `are_rows`, rows of all in any order
+        given: Sequence[Ids],  # of each table; with `are_rows`, rows of all in any order
         is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
     ):
@@ -73,7 +74,10 @@ class LookUp:
         self.computed: dict[int, ComputedVectors] = {}
         self.tables: list[Any] = []
         self.sums: dict[int, Tensor] = {}
-        counts = [given.numel() for given in ids]
+        ids = [_checked(each) for each in given]
+        self.shapes = [each.shape for each in ids]
+        self._identities = [Identity(each) for each in given]
+        counts = [each.numel() for each in ids]
         self._edges = list(itertools.accumulate(counts, initial=0))  # of each table's ids
         self.layout = group.layout  # the group has another one once a table has left it
         if group.device.type == "cuda" and any(counts):
@@ -92,8 +96,12 @@ class LookUp:
             self.places_N, self.rows_N, self.narrow_N, self.known, self.last_N = found
             self._readback.launched()
         else:
-            flat = [given.to(group.device).long().flatten() for given in ids]
+            flat = [each.to(group.device).long().flatten() for each in ids]
             self._look_up_on_cpu(flat, are_rows)
+
+    def is_of(self, index: int, ids: Ids) -> bool:
+        """Return whether the look-up is still valid for these ids of a table."""
+        return self.layout is self.group.layout and self._identities[index].matches(ids)
 
     def _look_up_on_cpu(self, ids: list[Tensor], are_rows: bool) -> None:
         """Find the rows as `ops.find_rows` does, by torch.
@@ -169,19 +177,20 @@ class LookUp:
             return self.places_N
         return self.places_N[self._edges[index] : self._edges[index + 1]]
 
-    def page_of(self, rows: UniqueRows) -> RowPage:
-        """Return a table's rows as a page, before `vectors` reads them."""
-        return RowPage(rows.store, rows)
+    def fetch(self, index: int) -> None:
+        """Get a table's weights, if other ranks own them."""
 
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """Return weights on the compute device, and the slots of the rows in them."""
+        return self.group.read_weights(self.wait(), self.narrow_N)
+
+    @outside_inference
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        """Return vectors of a table's ids or bags; None: of the ids of all tables."""
-        return self.group.read_weights(
-            self.wait(), self.narrow_N, self.places_of(index), bags, self.left_out(index, bags)
-        )
-
-    def left_out(self, index: int | None, bags: Bags | None) -> int | None:
-        """Return the place of a table's padding row, which bags leave out."""
-        return self.paddings[index] if bags and index is not None else None
+        """Return vectors of a table's ids or bags, None: of all: float32 [N, D]."""
+        records_SR, slots_U = self.weights()
+        padding = self.paddings[index] if bags and index is not None else None
+        places_N, dim = self.places_of(index), self.group.table.dim
+        return ops.gather_bags(records_SR, slots_U, places_N, dim, bags, padding)
 
     def add_gradients(
         self,
@@ -233,86 +242,73 @@ class LookUp:
         return self
 
 
-class UniqueRows:
-    """Unique rows of one table of a look-up.
+class RowPage:
+    """Unique rows of a table: its part of a look-up, or rows of several.
 
     Tables that share memory number their rows one after another, from `store.first_row` on.
+
+    Attributes:
+        found: The look-up; None if the rows are from several.
+        index: Of the table in the look-up.
+        records: Decoded, [U, R], as they were read; None before, and for a fused step.
+        version: Version of the table when they were read.
     """
 
-    _own: Tensor | None = None  # once they are known
+    records: Tensor | None = None
+    version: int
 
-    def __init__(self, store: Member, look_up: LookUp, index: int):
-        self.store, self.look_up, self.index = store, look_up, index
+    def __init__(
+        self, store: Member, found: LookUp | None, index: int = 0, rows_U: Tensor | None = None
+    ):
+        self.store, self.found, self.index = store, found, index
+        self._rows_U = rows_U  # of a look-up once they are known
+        self._first_row = store.first_row
 
-    def wait(self) -> Tensor:
+    @property
+    def look_up(self) -> LookUp:
+        """The one look-up that the rows are from."""
+        assert self.found is not None, "the rows are from several look-ups"
+        return self.found
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the ids."""
+        return self.look_up.shapes[self.index]
+
+    def rows(self) -> Tensor:
         """Wait for the unique rows; return them, sorted: int64 [U].
+
+        They are numbered as now: the table may have left its group.
 
         Raises:
             IndexError: An id is not a row, of this table or one that was looked up with it.
         """
-        if self._own is None:
+        if self._rows_U is None:
             rows_U, begins = self.look_up.wait(), self.look_up.begins
-            self._own = rows_U[begins[self.index] : begins[self.index + 1]]
-        return self._own
+            self._rows_U = rows_U[begins[self.index] : begins[self.index + 1]]
+        if self._first_row != self.store.first_row:
+            self._rows_U = self._rows_U + (self.store.first_row - self._first_row)
+            self._first_row = self.store.first_row
+        return self._rows_U
 
+    def places(self) -> Tensor:
+        """Return the place of each id among the table's rows."""
+        places_N = self.look_up.places_of(self.index)
+        if self.index and len(self.rows()):  # the first table's need not wait for the rows
+            places_N = places_N - self.look_up.begins[self.index]
+        return places_N
 
-class RowPage:
-    """Rows on the compute device.
+    def padding(self) -> int | None:
+        """Return the place of the padding row among the table's, if it is there."""
+        self.rows()
+        place = self.look_up.paddings[self.index]
+        return None if place is None else place - self.look_up.begins[self.index]
 
-    Attributes:
-        owned: The look-up of the rows; None if they are from several.
-        records: Decoded, [U, R]; None for a fused step, made in the table.
-        version: Version of the table when the rows were read.
-    """
-
-    def __init__(self, store: Member, rows: UniqueRows | Tensor, records: Tensor | None = None):
-        self.owned = rows if isinstance(rows, UniqueRows) else None
-        self.records = records
-        self.version = store.version
-        self._store = store
-        self._rows = rows
-        self._first_row = store.first_row
-
-    def rows(self) -> Tensor:
-        """Return the rows as numbered now: the table may have left its group."""
-        rows_U = self._rows.wait() if isinstance(self._rows, UniqueRows) else self._rows
-        if self._first_row != self._store.first_row:
-            rows_U = rows_U + (self._store.first_row - self._first_row)
-            self._first_row = self._store.first_row
-        self._rows = rows_U
-        return rows_U
-
-
-class RowsOfIds(UniqueRows):
-    """Unique rows of a table's ids.
-
-    Attributes:
-        shape: Shape of the ids.
-    """
-
-    look_up: LookUp
-    index: int
-
-    def __init__(
-        self,
-        store: Member,
-        given: Ids,
-        padding: int | None = None,  # a row whose place is wanted
-        rows: int | None = None,  # of all ranks; by default those of the store
-    ):
-        self.store = store
-        self.ids = as_tensor(given)
-        self._identity = Identity(given)
-        if not self.ids.numel():
-            self.ids = self.ids.long()  # an empty list has become float32
-        if self.ids.dtype not in (torch.int32, torch.int64) or self.ids.is_meta:
-            raise ValueError(f"ids are {self.ids.dtype} on {self.ids.device}; give int32 or int64")
-        self.shape = self.ids.shape
-        self.span = ops.Span(rows or store.table.rows, padding, store.first_rows)
-
-    def is_of(self, ids: Ids) -> bool:
-        """Return whether this look-up is still valid for these ids."""
-        return self.look_up.layout is self.store.group.layout and self._identity.matches(ids)
+    def with_records(self, records_UR: Tensor) -> RowPage:
+        """Return a page with the records that were read now."""
+        page = copy.copy(self)
+        page.records, page.version = records_UR, self.store.version
+        return page
 
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return vectors in the shape of the ids; those of bags as they are."""
@@ -328,43 +324,29 @@ class RowsOfIds(UniqueRows):
         self.store.group.bags_differ = True
         return None
 
-    def places(self) -> Tensor:
-        """Return the place of each id among the table's rows."""
-        places_N = self.look_up.places_of(self.index)
-        if self.index and len(self.wait()):  # the first table's need not wait for the rows
-            places_N = places_N - self.look_up.begins[self.index]
-        return places_N
-
-    def padding(self) -> int | None:
-        """Return the place of the padding row among the table's, if it is there."""
-        self.wait()
-        place = self.look_up.paddings[self.index]
-        return None if place is None else place - self.look_up.begins[self.index]
-
-
-def look_up(
-    store: Member, ids: Ids, padding: int | None = None, is_filled: bool = False
-) -> RowsOfIds:
-    """Begin to find the rows of ids."""
-    found = RowsOfIds(store, ids, padding)
-    look_up_together([found], is_filled)
-    return found
-
 
 @outside_inference  # what is made here serves training too
-def look_up_together(
-    rows: Sequence[RowsOfIds], is_filled: bool = False, kind: type[LookUp] = LookUp
-) -> None:
-    """Begin to look up rows, in all tables of a group at once."""
-    by_group: dict[RowGroup, list[RowsOfIds]] = {}
-    for of_table in rows:
-        by_group.setdefault(of_table.store.group, []).append(of_table)
-    for group, members in by_group.items():
+def look_up(
+    stores: Sequence[Member],
+    ids: Sequence[Ids],
+    spans: Sequence[ops.Span] | None = None,  # by default all rows of the stores
+    kind: type[LookUp] = LookUp,
+    is_filled: bool = False,
+) -> list[RowPage]:
+    """Begin to find the rows of ids, in all tables of a group at once."""
+    if spans is None:
+        spans = [ops.Span(store.table.rows, None, store.first_rows) for store in stores]
+    members: dict[RowGroup, list[int]] = {}
+    for number, store in enumerate(stores):
+        members.setdefault(store.group, []).append(number)
+    pages: dict[int, RowPage] = {}
+    for group, numbers in members.items():
         with group.lock:
-            spans, ids = [rows.span for rows in members], [rows.ids for rows in members]
-            look_up = kind(group, spans, ids, is_filled)
-        for index, of_table in enumerate(members):
-            of_table.look_up, of_table.index = look_up, index
+            its_spans, its_ids = [spans[n] for n in numbers], [ids[n] for n in numbers]
+            found = kind(group, its_spans, its_ids, is_filled)
+        for index, number in enumerate(numbers):
+            pages[number] = RowPage(stores[number], found, index)
+    return [pages[number] for number in range(len(stores))]
 
 
 @outside_inference
@@ -434,6 +416,16 @@ def as_tensor(values: Any) -> Tensor:
     if isinstance(values, np.ndarray):
         values = np.asarray(values, order="C")  # torch takes no negative strides
     return torch.as_tensor(values, device="cpu")
+
+
+def _checked(given: Ids) -> Tensor:
+    """Return ids as a tensor; refuse what are no whole numbers."""
+    ids = as_tensor(given)
+    if not ids.numel():
+        ids = ids.long()  # an empty list has become float32
+    if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
+        raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
+    return ids
 
 
 def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from w2v.rows import lookup, shard
 from w2v.rows.checkpoint import Checkpoints, latest
 from w2v.rows.embedding import paged_weights
 from w2v.rows.group import RowGroup
-from w2v.rows.lookup import Ids, LookUp, RowsOfIds, as_tensor
+from w2v.rows.lookup import Ids, LookUp, RowPage, as_tensor
 from w2v.rows.optim import RowOptimizer, find_class, optimizer_name
 from w2v.rows.paged_table import PagedTable, PagedWeight, open_together, share_cache, step_fused
 from w2v.rows.shard import LookedUpBatch
@@ -245,16 +245,16 @@ class PagedOptimizer(torch.optim.Optimizer):
                 begins_page = number % together == 0
                 if begins_page:
                     _prefetch(window, 0, together)
-                batch, rows = window.popleft()
-                for owned in _owned(rows):
+                batch, pages = window.popleft()
+                for owned in _owned(pages):
                     lookup.make_current(owned)
                 if begins_page:  # the rows after this page's
                     _prefetch(window, together - 1, together)
-                for table, found in zip(tables, rows, strict=True):
-                    table.announced = found
+                for table, page in zip(tables, pages, strict=True):
+                    table.announced = page
                 yield batch
-                for found in rows:  # drop vectors that were not used: they refer to the look-up
-                    found.look_up.computed.clear()
+                for page in pages:  # drop vectors that were not used: they refer to the look-up
+                    page.look_up.computed.clear()
         finally:
             for table in tables:
                 table.announced = None
@@ -429,7 +429,7 @@ def _rate(lr: Any) -> float:
     return float(lr)
 
 
-def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowsOfIds]:
+def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowPage]:
     """Begin to look up the rows of a batch in each table."""
     if callable(key):
         ids = key(batch)
@@ -440,7 +440,7 @@ def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowsOf
         ids = [batch[item] for item in items]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
-    return shard.look_up_tables(tables, ids)
+    return shard.look_up_ahead(tables, ids)
 
 
 def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[LookedUpBatch]]:
@@ -463,16 +463,16 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
         raise error
 
 
-def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
+def _owned(pages: list[RowPage]) -> list[LookUp]:
     """Return the look-ups of rows of this process."""
-    return list(dict.fromkeys(found.look_up.own for found in rows))
+    return list(dict.fromkeys(page.look_up.own for page in pages))
 
 
 def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     """Begin to bring the rows of some batches of a window as one page."""
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
-    for number, (_, rows) in enumerate(itertools.islice(window, first, None)):
-        for owned in _owned(rows):
+    for number, (_, its_pages) in enumerate(itertools.islice(window, first, None)):
+        for owned in _owned(its_pages):
             look_ups, soon = pages.setdefault(owned.group, ([], []))
             if number >= count:
                 soon.append(owned)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from w2v.config import TransferConfig
 from w2v.distributed.ranks import Ranks
 from w2v.rows.group import RowGroup, outside_inference, regroup
-from w2v.rows.lookup import LookUp, RowPage, RowsOfIds, UniqueRows
+from w2v.rows.lookup import LookUp, RowPage
+from w2v.rows.ops import Span
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, RowState, SplitTable, Storage, Table, normal
@@ -87,36 +88,30 @@ class PagedTable:
         empty = torch.empty(0, self.embedding_dim, dtype=self.vector_dtype, device=self.device)
         self.parameter = nn.Parameter(empty)
         self.page: RowPage | None = None  # rows whose gradients wait for the step
-        self.sums: Tensor | None = None  # their gradients, once ranks have exchanged them
-        # Pages with gradients that are to be sent to the ranks that own the rows.
-        self.unsent: dict[LookUp, tuple[RowPage, Tensor]] = {}
-        self.announced: RowsOfIds | None = None  # of the current batch of `PagedOptimizer.pages`
+        # Gradients that are to be sent to the ranks that own the rows.
+        self.unsent: dict[LookUp, Tensor] = {}
+        self.announced: RowPage | None = None  # of the current batch of `PagedOptimizer.pages`
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        gone = dict.fromkeys(("init", "checked", "page", "sums", "announced"))
-        return vars(self) | {"_store": self.opened(), "unsent": {}} | gone
+        gone = dict.fromkeys(("init", "checked", "page", "announced"))
+        return vars(self) | {"_store": self.store, "unsent": {}} | gone
 
     @property
     def store(self) -> Rows:
-        """Return the rows of an open table."""
-        assert self._store is not None, "a table is opened at its first use"
-        return self._store
-
-    def opened(self) -> Rows:
         """Return the rows; open a table that no optimizer has opened."""
         if self._store is None:
             self.open()  # a PagedOptimizer may come later
-        return self.store
+        assert self._store is not None
+        return self._store
 
     def stored(self) -> Tensor:
         """Return a view [V, D] of this rank's weights, where they are stored."""
-        store = self.opened()
-        store.flush()
-        return store.table["weight"]
+        self.store.flush()
+        return self.store.table["weight"]
 
     def whole(self) -> Tensor:
         """Return a copy of all weights, as forward passes give them."""
@@ -128,11 +123,16 @@ class PagedTable:
             reason = f"{self.num_embeddings:,} rows of weights do not fit on {self.device}"
             raise MemoryError(f"{reason}; for logits use table.linear(h)") from None
 
-    def look_up(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
+    def index(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
         """Return rows as an operation of torch reads them, where they are stored."""
         stored_VD = self.stored()
         args = tree_map_only(Tensor, lambda ids: ids.to(stored_VD.device), args)
         return func(stored_VD, *args).to(self.device, self.vector_dtype)
+
+    @property
+    def span(self) -> Span:
+        """The rows of all ranks, for a look-up."""
+        return Span(self.num_embeddings, self.padding_idx, self.store.first_rows)
 
     @property
     def trains(self) -> bool:
@@ -146,9 +146,9 @@ class PagedTable:
         return self.fused and not has_rules and self.vector_dtype == torch.float32
 
     @torch.no_grad()
-    def read(self, found: UniqueRows) -> tuple[RowPage, Tensor]:
-        """Read rows; return the page and its weights [U, D]."""
-        store, rows_U = self.store, found.wait()
+    def read(self, page: RowPage) -> tuple[RowPage, Tensor]:
+        """Read rows; return the page with them, and its weights [U, D]."""
+        store, rows_U = self.store, page.rows()
         records_UR = store.group.read(rows_U)
         weight_UD = records_UR[:, store.table.columns["weight"]]
         if self.max_norm is not None:
@@ -161,41 +161,39 @@ class PagedTable:
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)
             store.group.write(store, rows_U, records_UR)
-        return RowPage(store, found, None if self.fused else records_UR), weight_UD
+        if not self.fused:
+            page = page.with_records(records_UR)
+        return page, weight_UD
 
     # Gradients, and the step by torch.
 
-    def grad(self) -> Tensor | None:
-        """Return the gradients that wait for the step."""
-        return self.parameter.grad if self.sums is None else self.sums
-
     def waiting(self) -> tuple[RowPage, Tensor] | None:
         """Return the rows that wait for the step, and their gradients."""
-        grad_UD = self.grad()
-        if self.page is None or grad_UD is None:
+        if self.page is None or self.parameter.grad is None:
             return None
-        return self.page, grad_UD
+        return self.page, self.parameter.grad
 
-    def add_grad(self, page: RowPage, grad_UD: Tensor, is_exchanged: bool = False) -> None:
+    def pending(self, page: RowPage) -> Tensor | None:
+        """Return gradients of a look-up that wait for the step, or to be sent."""
+        if self.ranks.size > 1:
+            return self.unsent.get(page.look_up)
+        return self.parameter.grad
+
+    def collect(self, page: RowPage, grad_UD: Tensor) -> None:
+        """Add gradients to those that wait for the step, or to be sent."""
+        self.check_gradient()
+        if self.ranks.size > 1:
+            self.unsent[page.look_up] = grad_UD
+        else:
+            self.add_grad(page, grad_UD)
+
+    def add_grad(self, page: RowPage, grad_UD: Tensor) -> None:
         """Add the gradient of a page to those that wait for the step."""
-        if grad_UD is self.grad():  # it was added up in place
+        if grad_UD is self.parameter.grad:  # it was added up in place
             return
         if (waiting := self.waiting()) is not None:
-            # A row of several pages has one gradient, their sum, as it is stepped once.
-            with torch.no_grad():
-                parts = waiting, (page, grad_UD)
-                rows_U = torch.unique(torch.cat([page.rows() for page, _ in parts]))
-                grad_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
-                for page, grad_uD in parts:
-                    grad_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
-                records_UR = None
-                if not self.fused and len(rows_U) < len(self.store):
-                    records_UR = self.store.group.read(rows_U)
-                page = RowPage(self.store, rows_U, records_UR)
+            page, grad_UD = self._joined(waiting, (page, grad_UD))
         self.page = page
-        if is_exchanged:  # inside a step, unseen by users
-            self.sums = grad_UD
-            return
         self.parameter.grad = None  # its shape may change only without a gradient
         if page.records is None:
             self.parameter.data = _zero(grad_UD.device, grad_UD.dtype).expand(grad_UD.shape)
@@ -203,9 +201,21 @@ class PagedTable:
             self.parameter.data = page.records[:, : self.embedding_dim]
         self.parameter.grad = grad_UD
 
+    @torch.no_grad()
+    def _joined(self, *parts: tuple[RowPage, Tensor]) -> tuple[RowPage, Tensor]:
+        """Return the rows of pages, each once, and the sums of their gradients."""
+        rows_U = torch.unique(torch.cat([page.rows() for page, _ in parts]))
+        grad_UD = parts[-1][1].new_zeros(len(rows_U), self.embedding_dim)
+        for page, grad_uD in parts:
+            grad_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
+        page = RowPage(self.store, None, rows_U=rows_U)
+        if not self.fused and len(rows_U) < len(self.store):
+            page = page.with_records(self.store.group.read(rows_U))
+        return page, grad_UD
+
     def step(self, optimizer: RowOptimizer, lr: float) -> None:
         """Step the rows that have gradients by torch, and write them back."""
-        store = self.opened()
+        store = self.store
         with store.lock:
             if (waiting := self.waiting()) is None:
                 return
@@ -216,8 +226,8 @@ class PagedTable:
                 store.table[name].fill_(lr)
                 store.version += 1
             records_UR = page.records
-            if page.version != store.version:  # the table has changed since
-                records_UR = None
+            if records_UR is not None and page.version != store.version:
+                records_UR = None  # the table has changed since
             page.records = None  # a step that fails half-way is repeated on the rows of the table
             store.table.begin_step()
             counts = {name: store.table.scalars[name].clone() for name in self._layout.scalars}
@@ -238,20 +248,19 @@ class PagedTable:
 
     def add_whole_grad(self, grad_VD: Tensor) -> None:
         """Add a gradient of all rows to those that wait for the step."""
-        store = self.opened()
-        with store.lock, torch.no_grad():
+        store = self.store
+        with store.lock:
             first_row = store.first_row
-            rows = torch.arange(first_row, first_row + len(store), device=self.device)
+            rows_V = torch.arange(first_row, first_row + len(store), device=self.device)
             grad_VD = grad_VD.to(self.device, self.parameter.dtype)
-            self.add_grad(RowPage(store, rows), grad_VD.contiguous())
+            self.add_grad(RowPage(store, None, rows_U=rows_V), grad_VD.contiguous())
 
     def drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
-        self.page = self.sums = self.parameter.grad = None
+        self.page = self.parameter.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
-        self.sums = None
         self.unsent.clear()
         if set_to_none:
             self.parameter.grad = None
@@ -322,7 +331,8 @@ class PagedTable:
             raise ValueError(f"path={self.path}: the file is open without this state; {first}")
         elif self.path is None and (had or has):
             with self._store.lock:
-                new = self._copy_table(self.num_embeddings, layout, ["weight"])
+                new = self._new_table(self.num_embeddings, layout)
+                new["weight"].copy_(self.stored())
                 regroup(self._store, new, self.device)
         self._layout, self.has_optimizer = layout, True
 
@@ -360,11 +370,8 @@ class PagedTable:
     @outside_inference
     def grow(self, num_embeddings: int, init: Init | None) -> None:
         """Append rows."""
-        old = self.opened().table
         with self.store.lock:
-            new = self._copy_table(num_embeddings, self._layout, list(old.columns))
-            for name, value in old.scalars.items():
-                new.scalars[name].copy_(value)
+            new = self._copy_table(num_embeddings)
             before, self.num_embeddings = self.num_embeddings, num_embeddings
             if init is None and self.seed is None:
                 self.draw_normal(num_embeddings - before)
@@ -377,13 +384,9 @@ class PagedTable:
         if self.path is not None:
             raise ValueError(f"path={self.path}: a file keeps its {self.dtype}; use torch.autocast")
         self._check_no_grad()
-        old = self.opened().table
         with self.store.lock:
             self.dtype = self.vector_dtype = dtype
-            new = self._copy_table(self.num_embeddings, self._layout, list(old.columns))
-            for name, value in old.scalars.items():
-                if name in new.scalars:
-                    new.scalars[name].copy_(value)
+            new = self._copy_table(self.num_embeddings)
             self.parameter.data = self.parameter.to(torch.promote_types(dtype, torch.float32)).data
             self.checked = None
             regroup(self.store, new, self.device)
@@ -407,7 +410,7 @@ class PagedTable:
         self.generator_state = self.ranks.all_gather(state)[0]
 
     def _check_no_grad(self) -> None:
-        if self.grad() is not None or self.unsent:
+        if self.parameter.grad is not None or self.unsent:
             raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
 
     def _initialise(self, table: Table, init: Init | None, old_rows: int = 0) -> None:
@@ -430,13 +433,14 @@ class PagedTable:
         first_row = len(range(rank, old_rows, size))
         table.initialise(lambda rows_n: whole(of_ranks(rows_n)), device, first_row=first_row)
 
-    def _copy_table(self, rows: int, layout: Layout, fields: Iterable[str]) -> Table:
-        """Return a table with these fields of the present rows."""
+    def _copy_table(self, rows: int) -> Table:
+        """Return a table of as many rows or more with the present ones."""
         self.store.flush()
-        old = self.store.table
-        new = self._new_table(rows, layout)
-        for name in fields:
+        old, new = self.store.table, self._new_table(rows, self._layout)
+        for name in old.columns:
             new[name][: old.rows].copy_(old[name])
+        for name in old.scalars.keys() & new.scalars.keys():  # only bfloat16 counts writes
+            new.scalars[name].copy_(old.scalars[name])
         return new
 
     def _new_table(self, rows: int, layout: Layout, memory_VR: Tensor | None = None) -> Table:
@@ -454,7 +458,7 @@ class PagedTable:
 
     def state(self) -> dict[str, Tensor]:
         """Return views of the optimizer state, by their names in torch."""
-        store = self.opened()
+        store = self.store
         store.flush()
         own = {name: store.table[name] for name in self._layout.states}
         return own | {name: store.table.scalars[name] for name in self._layout.scalars}
@@ -501,8 +505,8 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
         if (waiting := table.waiting()) is not None:
             page, grad_UD = waiting
             key: LookUp | PagedTable = table
-            if page.owned and page.owned.look_up.group is table.store.group:
-                key = page.owned.look_up
+            if page.found and page.found.group is table.store.group:
+                key = page.found
             by_look_up.setdefault(key, []).append((table, page, grad_UD))
     for key, its_tables in by_look_up.items():
         stores = [table.store for table, _, _ in its_tables]
@@ -512,7 +516,7 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                 store.table.begin_step()
             counts = [optimizer.count_step(store.table) for store in stores]
             seeds = [store.table.next_rounding_seed() for store in stores]
-            grads = {page.owned.index: grad for _, page, grad in its_tables if page.owned}
+            grads = {page.index: grad for _, page, grad in its_tables if page.found}
             # Gradients are scaled and clipped in place: they are the same tensors.
             has_all = isinstance(key, LookUp) and all(
                 grads.get(index) is key.sums.get(index, key) for index in range(len(key.spans))
@@ -600,7 +604,7 @@ def normal_rows(
 
 
 OWN_GRAD: Any = Tensor.grad
-LOOK_UPS = (  # which copy the rows that they read
+INDEXING = (  # which copy the rows that they read
     torch.ops.aten.index.Tensor,
     torch.ops.aten.index_select.default,
     torch.ops.aten.embedding.default,
@@ -670,8 +674,8 @@ class PagedWeight(nn.Parameter):
         is_stored = is_view and (func is aten.detach.default or not torch.is_grad_enabled())
         is_stored &= func not in (aten.t.default, aten.transpose.int, aten.permute.default)
         is_stored |= func in (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
-        if func in LOOK_UPS and isinstance(args[0], PagedWeight):
-            return args[0].table.look_up(partial(func, **kwargs), *args[1:])
+        if func in INDEXING and isinstance(args[0], PagedWeight):
+            return args[0].table.index(partial(func, **kwargs), *args[1:])
         used: dict[PagedWeight, Tensor] = {}
         for weight in tree_leaves((args, kwargs)):
             if isinstance(weight, PagedWeight) and weight not in used:

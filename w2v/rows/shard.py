@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
-from w2v.rows import ops
-from w2v.rows.lookup import Ids, LookUp, Readback, RowPage, RowsOfIds, UniqueRows, look_up_together
-from w2v.rows.ops import Bags, gather_bags
+from w2v.rows import lookup, ops
+from w2v.rows.lookup import Ids, LookUp, Readback, RowPage
 from w2v.rows.paged_table import PagedTable
 from w2v.system.files import one_line
 
@@ -53,15 +52,15 @@ class RoutedLookUp(LookUp):
         received: Number of rows that each rank requests of this one.
         owned: The rows of each table that ranks request of this one.
         batch: The look-ups whose weights are borrowed with these, itself among them.
-        pages: The pages of `owned` whose weights have been borrowed and not used.
+        unused: Indices of the tables whose weights have been borrowed and not used.
         weights_UD: Weights that `borrow` got from their owners.
     """
 
     tables: list[PagedTable]
     received: list[int]
-    owned: list[UniqueRows]
+    owned: list[RowPage]
     batch: Sequence[RoutedLookUp] = ()
-    pages: dict[int, RowPage]
+    unused: set[int]
     weights_UD: Tensor
 
     def sent(self) -> list[int]:
@@ -73,16 +72,14 @@ class RoutedLookUp(LookUp):
     def receive(self, rows_M: Tensor, received: list[int]) -> None:
         """Look up the rows that all ranks request of this one."""
         self.received, ranks = received, self.tables[0].ranks
-        self.pages = {}
+        self.unused = set()
         spans = [
             ops.Span(ranks.shard_rows(span.rows), None, (span.first_rows[ranks.rank],))
             for span in self.spans
         ]
         with self.group.lock:
             found = LookUp(self.group, spans, [rows_M], are_rows=True)
-        self.owned = [
-            UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
-        ]
+        self.owned = [RowPage(table.store, found, index) for index, table in enumerate(self.tables)]
 
     @property
     def own(self) -> LookUp:
@@ -90,28 +87,25 @@ class RoutedLookUp(LookUp):
 
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
-        found = self.own
+        self.unused = set(range(len(self.tables)))
         if all(table.uses_kernels for table in self.tables):
-            self.pages = {rows.index: found.page_of(rows) for rows in self.owned}
-            return found.vectors(None)
+            return self.own.vectors(None)
         weights = []
-        for table, rows in zip(self.tables, self.owned, strict=True):
+        for index, (table, page) in enumerate(zip(self.tables, self.owned, strict=True)):
             if table.store.group is self.group:
-                self.pages[rows.index], weight_LD = table.read(rows)
+                self.owned[index], weight_LD = table.read(page)
             else:  # it has left the others, and its ids are looked up anew
-                weight_LD = table.parameter.new_zeros(len(rows.wait()), table.embedding_dim)
+                weight_LD = table.parameter.new_zeros(len(page.rows()), table.embedding_dim)
             weights.append(weight_LD)
-        return torch.cat(weights).index_select(0, found.places_N)
+        return torch.cat(weights).index_select(0, self.own.places_N)
 
-    def page_of(self, rows: UniqueRows) -> RowPage:
-        """Return a table's page of `owned`, with weights from all ranks at hand."""
-        if rows.index not in self.pages:  # other uses of the same ids borrow anew
+    def fetch(self, index: int) -> None:
+        if index not in self.unused:  # other uses of the same ids borrow anew
             borrow(self.batch or [self])
-        return self.pages.pop(rows.index)
+        self.unused.remove(index)
 
-    def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        dim, left_out = self.weights_UD.shape[1], self.left_out(index, bags)
-        return gather_bags(self.weights_UD, None, self.places_of(index), dim, bags, left_out)
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.weights_UD, None
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
         """Return a table's weights [U, D], and places of ids and padding."""
@@ -142,7 +136,7 @@ class RoutedLookUp(LookUp):
         """Return the means over ranks of the gradients of these tables' rows."""
         ranks, found = self.tables[0].ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
-            pending = {index: self.tables[index].grad() for index in indices}
+            pending = {index: self.tables[index].parameter.grad for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
         sum_LD = grad_MD.new_zeros(len(found.wait()), grad_MD.shape[1])
         sum_by_row(grad_MD, found.places_N, self.received, sum_LD)
@@ -290,7 +284,7 @@ class LookedUpBatch(NamedTuple):
     """A batch of a loader, with its rows in each table."""
 
     batch: Any
-    rows: list[RowsOfIds]
+    pages: list[RowPage]
 
 
 def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> Requests:
@@ -298,7 +292,7 @@ def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> 
 
     def look_up() -> tuple[LookedUpBatch, list[RoutedLookUp]]:
         found = draw()
-        look_ups = dict.fromkeys(rows.look_up for rows in found.rows)
+        look_ups = dict.fromkeys(page.look_up for page in found.pages)
         routed = [each for each in look_ups if isinstance(each, RoutedLookUp)]
         for each in routed:
             each.batch = routed
@@ -308,25 +302,22 @@ def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> 
     return Requests(tables[0].ranks, tables[0].device, groups, look_up)
 
 
-def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowsOfIds]:
-    """Begin to look up ids read ahead, among the rows of all ranks."""
-    found = [
-        RowsOfIds(table.store, given, table.padding_idx, table.num_embeddings)
-        for table, given in zip(tables, ids, strict=True)
-    ]
+def look_up_ahead(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowPage]:
+    """Begin to look up ids that are read ahead, among the rows of all ranks."""
+    stores, spans = [table.store for table in tables], [table.span for table in tables]
     kind = RoutedLookUp if tables[0].ranks.size > 1 else LookUp
-    look_up_together(found, kind=kind)
-    for table, rows in zip(tables, found, strict=True):
-        rows.look_up.tables.append(table)
-    return found
+    pages = lookup.look_up(stores, ids, spans, kind)
+    for table, page in zip(tables, pages, strict=True):
+        page.look_up.tables.append(table)
+    return pages
 
 
-def look_up_alone(table: PagedTable, ids: Ids) -> RowsOfIds:
+def look_up_alone(table: PagedTable, ids: Ids) -> RowPage:
     """Look up ids that were not sent ahead."""
-    requests = request([table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])))
+    requests = request([table], lambda: LookedUpBatch(None, look_up_ahead([table], [ids])))
     requests.send_counts()
     requests.send_ids()
-    return requests.page.rows[0]
+    return requests.page.pages[0]
 
 
 @torch.no_grad()
@@ -343,20 +334,20 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
 
 def reduce(tables: Sequence[PagedTable]) -> None:
     """Send gradients to the owners of the rows, which take means over ranks."""
-    pages: dict[RoutedLookUp, dict[int, RowPage]] = {}
+    indices: dict[RoutedLookUp, list[int]] = {}  # of tables that have gradients
     for table in tables:
-        for look_up, (page, _) in table.unsent.items():
+        for look_up in table.unsent:
             if isinstance(look_up, RoutedLookUp):
-                pages.setdefault(look_up, {})[look_up.tables.index(table)] = page
+                indices.setdefault(look_up, []).append(look_up.tables.index(table))
         table.unsent.clear()
         if table.announced and isinstance(table.announced.look_up, RoutedLookUp):
-            table.announced.look_up.pages.clear()  # as the step changes the weights
-    if not pages:
+            table.announced.look_up.unused.clear()  # as the step changes the weights
+    if not indices:
         return
-    sums = [look_up.take_sums()[0] for look_up in pages]
-    counts = [look_up.sent() for look_up in pages], [look_up.received for look_up in pages]
+    sums = [look_up.take_sums()[0] for look_up in indices]
+    counts = [look_up.sent() for look_up in indices], [look_up.received for look_up in indices]
     grads = tables[0].ranks.all_to_all_tensors(sums, *counts)
-    for (look_up, its_pages), grad_MD in zip(pages.items(), grads, strict=True):
-        sums_by_row = look_up.sum_by_row(grad_MD, list(its_pages))
-        for (index, page), sum_LD in zip(its_pages.items(), sums_by_row, strict=True):
-            look_up.tables[index].add_grad(page, sum_LD, is_exchanged=True)
+    for (look_up, its_tables), grad_MD in zip(indices.items(), grads, strict=True):
+        sums_by_row = look_up.sum_by_row(grad_MD, its_tables)
+        for index, sum_LD in zip(its_tables, sums_by_row, strict=True):
+            look_up.tables[index].add_grad(look_up.owned[index], sum_LD)

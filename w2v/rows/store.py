@@ -101,14 +101,14 @@ class Rows(Member):
         """
         with self.lock:
             group = self.group
-            found = look_up(self, ids, is_filled=True)  # negative rows are not read
+            (found,) = look_up([self], [ids], is_filled=True)  # negative rows are not read
             group.empty_caches()
             is_queued = group.is_mapped
             last_U = None
             if is_queued:  # a row is read to the place of its last id at once
                 rows_U, last_U = found.look_up.rows_N, found.look_up.last_N
             else:
-                rows_U = found.wait()
+                rows_U = found.rows()
             read_UW = group.read_stored(group.link, group.weights_VW, rows_U, last_U)
             if last_U is not None:
                 ops.copy_repeated(found.places(), last_U, read_UW)
@@ -130,7 +130,7 @@ class Rows(Member):
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
             group = self.group
-            found = look_up(self, ids, is_filled=True)  # negative rows are not written
+            (found,) = look_up([self], [ids], is_filled=True)  # negative rows are not written
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
@@ -139,7 +139,7 @@ class Rows(Member):
             if padding := group.weights_VW.shape[1] - self.table.dim:
                 values_NW = F.pad(values_NW, (0, padding))
             is_queued = group.is_mapped and group.is_exact
-            rows_U = found.look_up.rows_N if is_queued else found.wait()
+            rows_U = found.look_up.rows_N if is_queued else found.rows()
             group.empty_caches()
             self.version += 1
             if (last_U := found.look_up.last_N) is None:

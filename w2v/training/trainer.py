@@ -22,13 +22,14 @@ from torch import Tensor
 from w2v.config import Config, ConfigError, flat_config
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows import checkpoint
-from w2v.rows.checkpoint import CheckpointError, Checkpoints, SaveTimer
+from w2v.rows.checkpoint import CheckpointError, Checkpoints
 from w2v.rows.optim import learning_rate
 from w2v.system.console import RESULTS
 from w2v.system.files import as_json, atomic_write
 from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
+from w2v.training import save_timer
 from w2v.training.lockstep import Decision, Lockstep
 from w2v.training.metrics import Curve, LinkUse, Metrics
 from w2v.vectors import evaluate, export, query, report
@@ -132,7 +133,7 @@ class Trainer:
         self.ranks.require_equal(self._text_facts)
         folder = self.folder / "checkpoints"
         self.checkpoints = Checkpoints(folder, self._step.tables, self.copy_bytes, self.ranks)
-        self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
+        self._save_timer = save_timer.SaveTimer(self.config.run.checkpoint_minutes)
         self._lockstep = Lockstep(self.ranks, self._vote)
         self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
         self._final: dict[str, Any] = {}  # state of the last checkpoint
@@ -189,7 +190,7 @@ class Trainer:
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
                     # The clock of rank 0 decides for all ranks.
-                    if self.ranks.all_gather(self._save_timer.due(checkpoint.EPOCH_SECONDS))[0]:
+                    if self.ranks.all_gather(self._save_timer.due(save_timer.EPOCH_SECONDS))[0]:
                         self._save(sampler.position)
             # The end of the run.
             self._step.flush()

@@ -1,15 +1,15 @@
-"""A small language model of bytes with hashed tables of n-grams.
+r"""A small language model of bytes with hashed tables of n-grams.
 
     python docs/examples/ngram_lm.py text8 --compare
-    python docs/examples/ngram_lm.py text8 --compare --rows 100000000 --orders 2 3 5 7 \\
+    python docs/examples/ngram_lm.py text8 --compare --rows 100000000 --orders 2 3 5 7 \
         --layers 12 --dim 768 --heads 12 --block 1024 --batch 12 --accumulate 4 --checkpoint
     torchrun --nproc-per-node 2 docs/examples/ngram_lm.py text8 --table paged
 
 A GPT reads, beside the embedding of each byte, vectors of the n-grams that end with it: rows of one
-large table, chosen by hashes (Engram, Cheng et al., 2026). `--table` leaves the table out, or puts
-it on the computing device, or in CPU memory with a cache on the device. A step has one page: its
-rows are looked up and fetched once for all micro-batches and for the second forward pass of
-activation checkpointing, and their gradients are summed before they go back to the table.
+large table, chosen by hashes (as in Engram, arXiv 2601.07372). `--table` leaves the table out, or
+puts it on the computing device, or in CPU memory with a cache on the device. A step has one page:
+its rows are fetched once for all micro-batches and for the second forward pass of activation
+checkpointing, and their gradients are summed before the rows are stepped.
 A line is a document: n-grams do not reach over its start.
 """
 
@@ -32,7 +32,7 @@ BYTES = 256
 NEWLINE = 10
 TABLES = ["none", "device", "paged"]
 EVALUATED = 10  # batches of held-out text
-ODD = 0x2545F4914F6CDD1D  # multiplies codes of n-grams (L'Ecuyer, 1999)
+ODD = 0x2545F4914F6CDD1D  # factor of a hash
 
 
 class Input(nn.Module):
@@ -99,7 +99,10 @@ class GPT(nn.Module):
         self.checkpoint = options.checkpoint
 
     def forward(self, tokens, targets, vectors=None):
-        """Return the mean loss of tokens [B, T], with vectors [B, T, H, D] of n-grams."""
+        """Return the mean loss of tokens [B, T].
+
+        `vectors` [B, T, H, D] are those of n-grams.
+        """
         hidden = self.run(self.input, tokens, vectors)
         for block in self.blocks:
             hidden = self.run(block, hidden)
@@ -114,7 +117,7 @@ class GPT(nn.Module):
 
 
 def ngram_ids(window, options):
-    """Return rows of the n-grams that end at each byte of a window: [..., T, H].
+    """Return rows of the n-grams that end at each byte: [..., T, H].
 
     The window has R + T bytes, of which the first R are read for the n-grams alone. An n-gram has a
     row for each hash; row 0 has those with bytes of an earlier document.
@@ -137,7 +140,7 @@ def ngram_ids(window, options):
 
 
 def batches(text, count, options, seed):
-    """Yield tokens and targets [A, B, T] of steps, and ids of n-grams [A, B, T, H]."""
+    """Yield tokens, targets [A, B, T] and ids of n-grams [A, B, T, H]."""
     generator = torch.Generator(text.device).manual_seed(seed)
     reach = max(options.orders) - 1
     span = torch.arange(-reach, options.block + 1, device=text.device)
@@ -150,7 +153,33 @@ def batches(text, count, options, seed):
         yield window[..., reach:-1], window[..., reach + 1 :], ids
 
 
-def train(text, options, table, rank=0, ranks=1):
+def add_gradients(predict, ngrams, batch, options):
+    """Add the gradients of a step; return the mean of its losses."""
+    tokens, targets, ids = batch
+    leaf = [None] * options.accumulate
+    if ngrams:
+        vectors = ngrams(ids)
+        leaf = vectors.detach().requires_grad_()  # collects the gradients of all micro-batches
+    step_loss = torch.zeros((), device=tokens.device)
+    for part in range(options.accumulate):
+        is_last = part == options.accumulate - 1
+        is_parallel = isinstance(predict, DistributedDataParallel)
+        with predict.no_sync() if is_parallel and not is_last else contextlib.nullcontext():
+            with autocast(tokens.device, options):
+                loss = predict(tokens[part], targets[part], leaf[part]) / options.accumulate
+            loss.backward()
+        step_loss += loss.detach()
+    if ngrams:
+        vectors.backward(leaf.grad)
+    return step_loss
+
+
+def autocast(device, options):
+    """Return a context that computes in bfloat16 if the options say so."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=options.bfloat16)
+
+
+def train(text, options, table, rank, ranks):
     """Train a model; return the loss of held-out text and milliseconds a step."""
     device = text.device
     trained_bytes = len(text) * 9 // 10
@@ -166,43 +195,33 @@ def train(text, options, table, rank=0, ranks=1):
         dense={"lr": options.lr},
     )
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, options.steps)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.bfloat16)
     loader = batches(text[:trained_bytes], options.steps, options, seed=rank)
     if model.ngrams:  # rows of the next steps come to the GPU while this one computes
         loader = optimizer.pages(loader, key=lambda batch: batch[2])
-    warm_steps, began = min(10, options.steps // 2), 0.0
-    for step, (tokens, targets, ids) in enumerate(loader):
+    warm_steps = min(10, options.steps // 2)
+    for step, batch in enumerate(loader):
         if step == warm_steps:
             began = seconds(device)
-        vectors = leaf = None
-        if model.ngrams:
-            vectors = model.ngrams(ids)
-            leaf = vectors.detach().requires_grad_()  # collects the gradients of micro-batches
-        step_loss = torch.zeros((), device=device)
-        for part in range(options.accumulate):
-            is_last = part == options.accumulate - 1
-            with contextlib.nullcontext() if ranks == 1 or is_last else predict.no_sync():
-                with autocast:
-                    loss = predict(tokens[part], targets[part], None if leaf is None else leaf[part])
-                (loss / options.accumulate).backward()
-            step_loss += loss.detach() / options.accumulate
-        if model.ngrams:
-            vectors.backward(leaf.grad)
+        loss = add_gradients(predict, model.ngrams, batch, options)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if step % max(1, options.steps // 10) == 0 and rank == 0:
-            print(f"{table}, step {step:,}: loss {step_loss:.3f}")
+            print(f"{table}, step {step:,}: loss {loss:.3f}")  # waits for the GPU
     step_ms = (seconds(device) - began) * 1000 / (options.steps - warm_steps)
+    return held_out_loss(model.eval(), text[trained_bytes:], options), step_ms
 
+
+@torch.no_grad()
+def held_out_loss(model, text, options):
+    """Return the mean loss of some batches."""
     losses = []
-    model.eval()
-    with torch.no_grad(), autocast:
-        for tokens, targets, ids in batches(text[trained_bytes:], EVALUATED, options, seed=0):
-            vectors = model.ngrams(ids).flatten(0, 1) if model.ngrams else None
+    for tokens, targets, ids in batches(text, EVALUATED, options, seed=0):
+        vectors = model.ngrams(ids).flatten(0, 1) if model.ngrams else None
+        with autocast(text.device, options):
             losses.append(model(tokens.flatten(0, 1), targets.flatten(0, 1), vectors))
-    return float(torch.stack(losses).mean()), step_ms
+    return float(torch.stack(losses).mean())
 
 
 def seconds(device):
@@ -241,15 +260,15 @@ def parse(arguments):
         help="torch.autocast; by default on a GPU",
     )
     options = parser.parse_args(arguments)
-    size, least = os.path.getsize(options.text), 10 * (options.block + max(options.orders) + 1)
-    if size < least:
-        parser.error(f"{options.text} has {size:,} bytes; give a text of {least:,} or more")
-    options.size = size
+    options.size = os.path.getsize(options.text) if os.path.isfile(options.text) else 0
+    least = 10 * (options.block + max(options.orders) + 1)
+    if options.size < least:
+        parser.error(f"{options.text} has {options.size:,} bytes; give a text of {least:,} or more")
     return options
 
 
 def main(arguments=None):
-    """Train; return the loss of held-out text, and milliseconds a step, by table."""
+    """Train; return the held-out loss and milliseconds a step, by table."""
     options = parse(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

@@ -31,7 +31,8 @@ def program(name):
 
 
 def test_every_example_is_run():
-    assert {name for name, *_ in RUNS} | {"ngram_lm"} == {path.stem for path in EXAMPLES.glob("*.py")}
+    examples = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert {name for name, *_ in RUNS} | {"ngram_lm"} == examples
 
 
 @pytest.mark.parametrize("name, arguments, score", RUNS)
@@ -57,7 +58,7 @@ def test_examples_learn_on_two_ranks(text_of_trigrams):
 
 @pytest.fixture(scope="module")
 def text_of_trigrams(tmp_path_factory):
-    """Return the path of a text whose next byte mostly depends on the last three."""
+    """Return a file whose next byte mostly depends on the last three."""
     random = np.random.default_rng(0)
     following = random.integers(16, size=(16, 16, 16))
     values = [1, 2, 3]

@@ -4,12 +4,14 @@ import contextlib
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.rank_processes import Pool
+from w2v.rows.group import RowGroup
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -20,28 +22,81 @@ RUNS = [
     ("graph", "--nodes 200 --dim 16 --batch 10 --epochs 4", 0.75),  # 0.5 to 0.85
     ("graph", "--nodes 200 --dim 16 --epochs 4 --with word2vec", 0.75),  # 0.5 to 0.86
 ]
+NGRAM_LM = "--layers 1 --dim 32 --heads 2 --block 32 --rows 20000 --ngram-dim 16 --lr 0.01"
+
+
+def program(name):
+    """Return the names that an example defines."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
 def test_every_example_is_run():
-    assert {name for name, *_ in RUNS} == {path.stem for path in EXAMPLES.glob("*.py")}
+    examples = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert {name for name, *_ in RUNS} | {"ngram_lm"} == examples
 
 
 @pytest.mark.parametrize("name, arguments, score", RUNS)
 def test_example_learns(name, arguments, score, one_thread):
-    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
-    assert main(arguments.split()) > score
+    assert program(name)["main"](arguments.split()) > score
 
 
-def run_on_ranks(ranks, arguments):
-    """Run the click model in a process of a group that has been made."""
+def run_on_ranks(ranks, name, arguments):
+    """Run an example in a process of a group that has been made."""
     torch.distributed.init_process_group = torch.distributed.destroy_process_group = lambda: None
-    return runpy.run_path(str(EXAMPLES / "clicks.py"))["main"](arguments.split())
+    return program(name)["main"](arguments.split())
 
 
-def test_example_learns_on_two_ranks():
+def test_examples_learn_on_two_ranks(text_of_trigrams):
+    ngram_lm = f"{text_of_trigrams} {NGRAM_LM} --steps 40 --table-lr 0.1 --checkpoint"
     with contextlib.closing(Pool(2)) as pool:
-        scores = pool.run(run_on_ranks, RUNS[1][1])
+        scores = pool.run(run_on_ranks, "clicks", RUNS[1][1])
+        found = pool.run(run_on_ranks, "ngram_lm", ngram_lm)
     assert min(scores) > RUNS[1][2] and scores[0] != scores[1]
+    (loss, _), (other_loss, _) = (by_table["paged"] for by_table in found)
+    assert loss == other_loss < 2  # without the table 2.8
+
+
+@pytest.fixture(scope="module")
+def text_of_trigrams(tmp_path_factory):
+    """Return a file whose next byte mostly depends on the last three."""
+    random = np.random.default_rng(0)
+    following = random.integers(16, size=(16, 16, 16))
+    values = [1, 2, 3]
+    for is_free in random.random(60_000) < 0.05:
+        values.append(random.integers(16) if is_free else following[tuple(values[-3:])])
+    file = tmp_path_factory.mktemp("text") / "trigrams"
+    file.write_bytes((np.array(values) + ord("a")).astype(np.uint8).tobytes())
+    return str(file)
+
+
+def test_tables_of_ngrams_lower_the_loss(text_of_trigrams, one_thread):
+    arguments = f"{text_of_trigrams} {NGRAM_LM} --steps 80 --table-lr 0.1 --compare"
+    found = program("ngram_lm")["main"](arguments.split())
+    losses = {table: loss for table, (loss, _) in found.items()}
+    assert losses["paged"] == losses["device"] < losses["none"] / 2  # 0.8 and 2.8
+
+
+def test_a_step_reads_its_page_once(text_of_trigrams, one_thread, monkeypatch):
+    pages, read = [], RowGroup.read
+    monkeypatch.setattr(RowGroup, "read", lambda group, rows: pages.append(1) or read(group, rows))
+    names = program("ngram_lm")
+    losses = []
+    for further in ["", "--checkpoint"]:
+        arguments = f"--table device --accumulate 3 --steps 7 {NGRAM_LM} {further}"
+        found = names["main"]([text_of_trigrams, *arguments.split()])
+        losses.append(found["device"][0])
+        assert len(pages) == 7 + names["EVALUATED"]
+        pages.clear()
+    assert losses[0] == losses[1]
+
+
+def test_ngrams_do_not_reach_over_the_start_of_a_document():
+    options = SimpleNamespace(orders=[2, 3], hashes=2, rows=10_000)
+    window = torch.tensor(list(b"..abc\nabc"))  # ids are those of all bytes but the first two
+    ids = program("ngram_lm")["ngram_ids"](window, options)
+    assert (ids > 0).sum(1).tolist() == [4, 4, 4, 4, 0, 2, 4]
+    assert torch.equal(ids[1, :2], ids[5, :2]) and torch.equal(ids[2], ids[6])
+    assert len(ids[ids > 0].unique()) == 22 - 6  # those of "ab", "bc" and "abc" are equal
 
 
 def test_blocks_of_the_guide_run(tmp_path, monkeypatch, capsys):

@@ -20,8 +20,9 @@ from tests.support.steps import (
 )
 from w2v.config import OptimizerConfig
 from w2v.word2vec.batch import Objective
-from w2v.word2vec.cpu import CpuKernels
+from w2v.word2vec.cpu_loops import ROWS_PER_OWNER
 from w2v.word2vec.subwords import Subwords
+from w2v.word2vec.subwords_cpu import list_words
 
 BUCKETS, LENGTHS = 37, (2, 3)
 WEIGHTED = Objective(weighted=5)
@@ -176,14 +177,25 @@ def test_marks_are_those_of_the_unique_rows():
     )
 
 
-def test_a_compiled_step_takes_memory_for_the_rows_of_a_batch_at_most():
-    words, dim = 40, 16
-    batches, vectors = batches_of(7, words, dim)
-    step = subword_step(words, vectors, dim, "cpu")
-    assert isinstance(step.kernels.inner, CpuKernels)
-    train(step, batches, 0.02)
-    used = step.kernels._rows.of_all.count_1.max()
-    assert 0 < used <= len(np.unique(step.kernels.subwords.rows_N)) + vectors
+@pytest.mark.parametrize("owners", [1, 3])
+def test_owners_list_each_row_with_its_words(owners):
+    subwords = Subwords.of(words_of(400), (1, 5, 3000), vectors=700)
+    words_W = np.array([0, 5, 6, 77, 399])
+    bags = subwords.begin_V.numpy(), subwords.rows_N.numpy()
+    counts_A, found = np.zeros(subwords.rows, np.int32), []
+    for owner in range(owners):
+        rows_U, begin_U, words_M = np.zeros((3, len(bags[1])), np.int32)
+        lists = counts_A, rows_U, begin_U, words_M
+        count = list_words(owner, owners, words_W, *bags, *lists)
+        assert np.array_equal(rows_U[:count], np.unique(rows_U[:count]))
+        assert (rows_U[:count] // ROWS_PER_OWNER % owners == owner).all()
+        for u in range(count):
+            words = words_W[words_M[begin_U[u] : begin_U[u + 1]]]
+            found += [(word, rows_U[u]) for word in words.tolist()]
+    rows_N, place_N = subwords.rows_of(torch.from_numpy(words_W))
+    expected = zip(words_W[place_N].tolist(), rows_N.tolist(), strict=True)
+    assert sorted(found) == sorted(expected)
+    assert not counts_A.any()
 
 
 @pytest.mark.gpu

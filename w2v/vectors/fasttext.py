@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
+import torch
+from torch.nn import functional as F
 
 from w2v.text.ngrams import hash_words
 
@@ -55,13 +56,20 @@ class Ngrams(NamedTuple):
     def compose_all(self, words: Sequence[str]) -> np.ndarray:
         """Return the vectors of all words: float32 [V, D]."""
         sums_VD = self.own_VD.astype(np.float32)
-        for first in range(0, len(words) * (len(self.buckets_BD) > 0), COMPOSED):
-            begin_n, hashes_N = hash_words(words[first : first + COMPOSED], self.min_n, self.max_n)
-            rows_N = (hashes_N % np.uint32(len(self.buckets_BD))).astype(np.int64)
-            for n, (begin, end) in enumerate(pairwise(begin_n), first):
-                if words[n] != END:
-                    sums_VD[n] += self.buckets_BD[rows_N[begin:end]].sum(0)
-                    sums_VD[n] /= 1 + end - begin
+        if not len(self.buckets_BD):
+            return sums_VD
+        buckets_BD = torch.from_numpy(self.buckets_BD.astype(np.float32, copy=False))
+        for first in range(0, len(words), COMPOSED):
+            block = words[first : first + COMPOSED]
+            begin_n, hashes_N = hash_words(block, self.min_n, self.max_n)
+            rows_N = torch.from_numpy((hashes_N % np.uint32(len(buckets_BD))).astype(np.int64))
+            begins_n = torch.from_numpy(begin_n[:-1])
+            sums_nD = F.embedding_bag(rows_N, buckets_BD, begins_n, mode="sum").numpy()
+            count_n = np.diff(begin_n)
+            if END in block:  # it has no n-grams
+                sums_nD[block.index(END)] = count_n[block.index(END)] = 0
+            sums_VD[first : first + len(block)] += sums_nD
+            sums_VD[first : first + len(block)] /= 1 + count_n[:, None]
         return sums_VD
 
 
@@ -95,17 +103,22 @@ def read(file: io.BufferedIOBase) -> tuple[list[str], np.ndarray, Ngrams]:
 
 
 def _words(file: io.BufferedIOBase, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield encoded words and their counts."""
-    for _ in range(size):
-        word = bytearray()
-        while (letter := _take(file, 1)) != b"\0":
-            word += letter
-            if len(word) > MOST:
+    """Yield encoded words and their counts, read in blocks."""
+    block, at = b"", 0
+    for number in range(size):
+        while (end := block.find(b"\0", at)) < 0 or len(block) <= end + COUNT.size:
+            if end < 0 and len(block) - at > MOST:
                 raise ValueError(f"a word has over {MOST:,} bytes")
-        count, kind = COUNT.unpack(_take(file, COUNT.size))
+            more = file.read(BLOCK_BYTES)
+            if not more:
+                raise ValueError(f"it ends in word {number + 1:,}: more bytes should follow")
+            block, at = block[at:] + more, 0
+        count, kind = COUNT.unpack_from(block, end + 1)
         if kind or count < 0:
-            raise ValueError(f"{bytes(word[:30])!r} is a label, or has the count {count}")
-        yield bytes(word), count
+            raise ValueError(f"{block[at : min(end, at + 30)]!r} is a label, or has count {count}")
+        yield block[at:end], count
+        at = end + 1 + COUNT.size
+    file.seek(at - len(block), io.SEEK_CUR)  # to what follows the words
 
 
 def _take(file: io.BufferedIOBase, size: int) -> bytearray:

@@ -9,7 +9,7 @@ Shapes: n threads, V words, A rows, U unique rows of a thread, D dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -27,10 +27,8 @@ from w2v.word2vec.batch import (
     Grads,
     Pool,
     RowGrads,
-    RowOptimizer,
     StepShape,
     StepState,
-    Table,
     Update,
     max_batch_rows,
 )
@@ -40,6 +38,7 @@ from w2v.word2vec.reference import ReferenceKernels
 
 NOTHING = torch.zeros(())  # loss and pairs before there are any
 NO_PLACE = np.zeros(0, np.int32)  # of rows that are not borrowed
+NO_BAGS = NO_PLACE, NO_PLACE  # of rows with gradients of their own
 NO_PATH = tuple(np.zeros(0, kind) for kind in (np.int64, np.int32, np.uint8))  # without a tree
 
 
@@ -98,18 +97,18 @@ class ThreadGrads:
         pairs_N = self.of_all.pairs_U.reshape(-1)[: None if count_pairs else 0]
         return self.grad_NP, pairs_N, *self.of_all[-3:]
 
+    def sum(self, owner: int, count_pairs: bool) -> np.ndarray:
+        """Sum gradients over the threads; return the owner's rows and their places."""
+        summed_2U = self.summed_nU[2 * owner : 2 * owner + 2]
+        grads = self.gradients(count_pairs)
+        return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_A, *summed_2U)]
+
     def merge(self, threads: Threads) -> tuple[Tensor, Tensor, Tensor]:
         """Return sorted rows, their gradients summed over all threads, and pairs."""
-        grads = self.gradients(count_pairs=True)
-
-        def sum_rows(owner: int) -> np.ndarray:
-            summed_2U = self.summed_nU[2 * owner : 2 * owner + 2]
-            return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_A, *summed_2U)]
-
-        found_2U = np.concatenate(threads.run(sum_rows), axis=1)
+        found_2U = np.concatenate(threads.run(lambda owner: self.sum(owner, True)), axis=1)
         found_2U = found_2U[:, found_2U[0].argsort()]
         rows_U, places_U = torch.from_numpy(found_2U).long()
-        grad_NP, pairs_N = map(torch.from_numpy, grads[:2])
+        grad_NP, pairs_N = map(torch.from_numpy, self.gradients(True)[:2])
         grad_UD = grad_NP.index_select(0, places_U)[:, : self.dim]
         return rows_U, grad_UD, pairs_N.index_select(0, places_U)
 
@@ -276,17 +275,19 @@ class CpuKernels(Kernels):
         note_fault(state, 1, math.isfinite(grads.loss))
         if state.fault:
             return
-        optimizer, table, lr = update
-        if not optimizer.formula:  # only the torch.optim class has it
+        if not update.optimizer.formula:  # only the torch.optim class has it
             rows_U, grad_UD, pairs_U = grads.rows.merge(self.threads)
             merged = RowGrads(grads.rows.first_A, rows_U.int(), grad_UD, pairs_U, None)
             summed = grads._replace(rows=merged)
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        arguments = step_arguments(optimizer, table, view, grads.rows, lr)
-        faults = self.threads.run(lambda thread: cpu_loops.step_rows(thread, *arguments))
-        for number in range(2):
-            note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
+        rows: ThreadGrads = grads.rows
+        step = Stepper(update, view, rows)
+
+        def step_owned(owner: int) -> int:
+            return step(rows.sum(owner, step.count_pairs), NO_BAGS)
+
+        note_faults(state, self.threads.run(step_owned))
 
 
 class SequentialSgdKernels(CpuKernels):
@@ -316,17 +317,31 @@ def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
         state.mark_fault(bit, torch.tensor(False))
 
 
-def step_arguments(
-    optimizer: RowOptimizer, table: Table, view: View, grads: ThreadGrads, lr: float
-) -> tuple[Any, ...]:
-    """Count a step of a table; return the arguments of its `step_rows`."""
-    step, step_column = optimizer.count_step(table)
-    constants = np.array([*optimizer.hyper(lr), step], np.float64)
-    formula = cpu_loops.FORMULAS[optimizer.formula]
-    cap = optimizer.occurrence_cap
-    records_SR = view.records_SR.numpy()
-    spare_nR = np.empty((len(grads.of_thread), records_SR.shape[1]), np.float32)
-    memory = grads.first_A, grads.summed_nU, spare_nR
-    records = records_SR, step_column, constants
-    gradients = grads.gradients(count_pairs=cap > 0)
-    return formula, optimizer.state_count, *records, gradients, memory, cap, grads.dim
+def note_faults(state: StepState, faults: Sequence[int]) -> None:
+    """Record the faults of rows that `step_rows` has returned."""
+    for number in range(2):
+        note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
+
+
+class Stepper:
+    """A step of a table, of which each call steps some rows."""
+
+    def __init__(self, update: Update, view: View, grads: ThreadGrads):
+        optimizer, table, lr = update
+        step, step_column = optimizer.count_step(table)
+        constants = np.array([*optimizer.hyper(lr), step], np.float64)
+        formula, cap = cpu_loops.FORMULAS[optimizer.formula], optimizer.occurrence_cap
+        records_SR = view.records_SR.numpy()
+        self.count_pairs = cap > 0
+        self._dim = grads.dim
+        self._grads = grads.gradients(self.count_pairs)[:2]
+        how = formula, optimizer.state_count, records_SR, step_column, constants, cap
+        self._how = how
+
+    def __call__(self, rows: Iterable[np.ndarray], bags: tuple[np.ndarray, np.ndarray]) -> int:
+        """Step rows, see `cpu_loops.step_rows`."""
+        # By torch, they begin at a cache line.
+        record_R = torch.empty(self._how[2].shape[1]).numpy()
+        sums_1P = torch.empty(1, padded(self._dim)).numpy()
+        spare = record_R, sums_1P, self._dim
+        return cpu_loops.step_rows(tuple(rows), bags, self._grads, spare, *self._how)

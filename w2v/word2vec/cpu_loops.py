@@ -507,41 +507,67 @@ def sum_threads(owner, grads, first_A, rows_U, sums_U):
     return count
 
 
-@compiled
-def step_rows(owner, formula, states, records_AR, step_column, constants, grads, memory, cap, dim):
-    """Step the unique rows of which thread `owner` is the owner.
+@inlined
+def _sum_words(begin, end, bags, grads, sums_1P):
+    """Set `sums_1P` to the sum of the gradients of words; return their pairs."""
+    words_M, place_W = bags
+    grad_NP, pairs_N = grads
+    padded, pairs = grad_NP.shape[1], np.int32(0)
+    for m in range(begin, end):
+        if m + PREFETCH_ROWS < len(words_M):
+            _prefetch_row(grad_NP, place_W[words_M[m + PREFETCH_ROWS]], padded, 0)
+        place = place_W[words_M[m]]
+        if m == begin:
+            simd.blend(0, sums_1P, 0, one, grad_NP, place, padded)
+        else:
+            simd.blend(one, sums_1P, 0, one, grad_NP, place, padded)
+        if len(pairs_N):
+            pairs += pairs_N[place]
+    return pairs
 
-    The formulas are those of optim.cu, which says what a single state of Adam is. A row is stepped
-    with the sum of the gradients of all threads, scaled by cap / pairs if it sums more than `cap`
-    pairs and cap is not 0. A row that would not stay finite is left as it was; returns 1 if there
-    was an input vector, plus 2 if there was an output vector. grads: as `sum_threads` unpacks them;
-    pairs_N is empty if cap is 0. memory: -1 for each row, shared by owners; and an owner's rows and
-    places of their sums; and a record.
+
+@compiled
+def step_rows(rows, bags, grads, spare, formula, states, records_AR, step_column, constants, cap):
+    """Step unique rows; each has a gradient, or those of words.
+
+    The formulas are those of optim.cu, which says what a single state of Adam is. The gradient is
+    scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that would not
+    stay finite is left as it was; returns 1 if there was an input vector, plus 2 if there was an
+    output vector.
+
+    rows: the unique rows, and where the gradient of each is; grads: the gradients, and their pairs,
+    empty if cap is 0. bags: empty, or words of rows, where those of each begin in place of its
+    gradient, and where the gradient of each word is. spare: a record, a gradient and its size.
     """
-    first_A, summed_nU, spare_nR = memory
-    rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
-    count = sum_threads(owner, grads, first_A, rows_U, sums_U)
-    grad_NP, pairs_N = grads[:2]
+    rows_U, places_U = rows
+    words_M, _ = bags
+    grad_NP, pairs_N = grads
+    before_R, sums_1P, dim = spare
     lr, eps, weight_decay, lr_decay = constants[:4]
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
     beta1, rest1 = np.float32(beta1), np.float32(rest1)
     beta2, rest2 = np.float32(beta2), np.float32(rest2)
     width = records_AR.shape[1]
-    before_R = spare_nR[owner]
     faults = 0
-    for u in range(count):
-        if u + PREFETCH_ROWS < count:
+    for u in range(len(rows_U)):
+        if u + PREFETCH_ROWS < len(rows_U):
             _prefetch_row(records_AR, rows_U[u + PREFETCH_ROWS], width, 1)
-        row, place = rows_U[u], sums_U[u]
-        grad_D, record_R = grad_NP[place, :dim], records_AR[row]
+        row, place = rows_U[u], places_U[u]
+        record_R = records_AR[row]
+        if len(words_M):
+            pairs = _sum_words(place, places_U[u + 1], bags, grads, sums_1P)
+            grad_D = sums_1P[0, :dim]
+        else:
+            pairs = pairs_N[place] if len(pairs_N) else np.int32(0)
+            grad_D = grad_NP[place, :dim]
+        if 0 < cap < pairs:
+            scale = np.float32(cap / pairs)
+            for d in range(dim):
+                grad_D[d] *= scale
         # The weight, and the first and the last of its states.
         weight_D, first_D = record_R[:dim], record_R[dim : 2 * dim]
         last_D = record_R[states * dim : (states + 1) * dim]
-        if 0 < cap < pairs_N[place]:
-            scale = np.float32(cap / pairs_N[place])
-            for d in range(dim):
-                grad_D[d] *= scale
         for r in range(width):
             before_R[r] = record_R[r]
 
@@ -551,7 +577,7 @@ def step_rows(owner, formula, states, records_AR, step_column, constants, grads,
             step = record_R[step_column] + 1.0
             record_R[step_column] = step
         rate = np.float32(lr / -math.expm1(step * log_beta1))  # lr / (1 - beta1 ** step)
-        bias = np.float32(-math.expm1(step * log_beta2))  # 1 - beta2 ** step
+        unbias = np.float32(-1 / math.expm1(step * log_beta2))  # 1 / (1 - beta2 ** step)
         if formula == ADAMW:
             for d in range(dim):
                 weight_D[d] *= one - lr * weight_decay
@@ -594,7 +620,7 @@ def step_rows(owner, formula, states, records_AR, step_column, constants, grads,
                 for d in range(dim):
                     square = beta2 * last_D[d] + rest2 * grad_D[d] * grad_D[d]
                     last_D[d] = square
-                    weight_D[d] -= rate * mean_D[d] / (np.sqrt(square / bias) + eps)
+                    weight_D[d] -= rate * mean_D[d] / (np.sqrt(square * unbias) + eps)
 
         # Zero times a number is zero, unless that is infinite or NaN.
         zeros = zero

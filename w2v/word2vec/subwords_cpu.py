@@ -1,32 +1,57 @@
-"""Subwords on a CPU: composed vectors and gradients of rows, by numba.
+"""Subwords on a CPU: composed vectors and steps of their rows, by numba.
 
-Shapes: V words, W unique words of a batch, N rows of words, A rows, U unique rows of a thread, D
-dimensions, P = D padded to whole vectors.
+The composed vectors of a batch and the gradients of these fit into a core's cache; those of their
+rows do not. So both passes take the rows in order, each once: it is added to the vectors of its
+words, and it is stepped with the sum of their gradients, which is not written.
+
+Shapes: V words, W unique words of a batch, N rows of words, A rows that words are composed of, U
+unique ones of these that a thread owns, M words of these, D dimensions, P = D padded to whole
+vectors.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from w2v.rows.ops import View
 from w2v.system import simd
-from w2v.word2vec.batch import Batch, Grads, max_batch_rows
-from w2v.word2vec.cpu import CpuKernels, ThreadGrads, share
+from w2v.system.simd import LANES
+from w2v.word2vec.batch import Batch, Grads, RowGrads, StepState, Update
+from w2v.word2vec.cpu import (
+    NO_BAGS,
+    NO_PATH,
+    CpuKernels,
+    Stepper,
+    ThreadGrads,
+    note_fault,
+    note_faults,
+    share,
+)
 from w2v.word2vec.cpu_loops import (
     PREFETCH_ROWS,
-    UniqueRows,
-    _add,
+    ROWS_PER_OWNER,
     _prefetch_row,
     compiled,
+    list_rows,
     one,
     padded,
-    sort_by_owner,
-    sum_threads,
+    zero,
 )
+from w2v.word2vec.reference import ReferenceKernels
 from w2v.word2vec.subwords import SubwordKernels
+
+
+class WordGrads(NamedTuple):
+    """Gradients of composed and output vectors, and what the former are composed of."""
+
+    words_W: np.ndarray  # int64, the words of a batch
+    lists: list[tuple[np.ndarray, ...]]  # of each owner, see `list_words`
+    rows: ThreadGrads
 
 
 class CpuSubwordKernels(SubwordKernels):
@@ -36,85 +61,170 @@ class CpuSubwordKernels(SubwordKernels):
     """
 
     inner: CpuKernels
-    _rows: Any = None  # `ThreadGrads` of all rows that are stepped
 
     @cached_property
     def _bags(self) -> tuple[np.ndarray, np.ndarray]:
         return self.subwords.begin_V.numpy(), self.subwords.rows_N.numpy()
 
     @cached_property
-    def _most_rows(self) -> int:
-        return self.subwords.most_rows(self.subwords.words)
+    def _counts_A(self) -> np.ndarray:
+        return np.zeros(self.subwords.rows, np.int32)
 
     def unique_rows(self, batch: Batch) -> Any:
         return self.inner.unique_rows(batch)
 
     def gradients(self, batch: Batch, view: View, grads: Any, lr: float) -> Any:
-        first, last = batch.first - batch.window, batch.first + len(batch.windows_B) + batch.window
-        is_used_V = np.zeros(self.subwords.words, np.bool_)
-        is_used_V[batch.words_n[max(first, 0) : last].numpy()] = True
-        words_W = np.flatnonzero(is_used_V)
+        """Compose the batch's words, then add the gradients of their vectors."""
+        words_W = self._words(batch)
+        begin_V, _ = self._bags
+        count_W = begin_V[words_W + 1] - begin_V[words_W]
+        share_W = (1 / count_W).astype(np.float32)
+        lists = self._lists(words_W, int(count_W.sum()))
         threads, dim = self.inner.threads, self.shape.dim
         records_AR = view.records_SR.numpy()
-        scratch_nP = np.empty((threads.count, padded(dim)), np.float32)
+        # Threads share the columns, as words have rows in common; and the words, if there are more.
+        parts = min(threads.count, padded(dim) // LANES)
 
         def compose_share(thread: int) -> None:
-            begin, end = share(thread, threads.count, len(words_W))
-            compose(words_W[begin:end], *self._bags, records_AR, dim, scratch_nP, thread)
+            part, number = thread % parts, thread // parts
+            if number == threads.count // parts:
+                return  # too few are left for another share of the words
+            first, last = share(part, parts, padded(dim) // LANES)
+            columns = first * LANES, min(last * LANES, dim)
+            words = share(number, threads.count // parts, len(words_W))
+            for owner, rows in enumerate(lists):
+                compose(owner == 0, words_W, share_W, words, rows, records_AR, columns)
 
         threads.run(compose_share)
         grads = self.inner.gradients(batch, view, grads, lr)
-        of_words: ThreadGrads = grads.rows
-        most = max_batch_rows(batch, self.shape.vectors) + self._most_rows
-        if not (self._rows and self._rows.has_room(most)):
-            self._rows = ThreadGrads(self.shape.rows, most, dim, threads.count)
-        rows: ThreadGrads = self._rows
-        arrays = of_words.gradients(self.shape.count_pairs), of_words.first_A, of_words.summed_nU
+        return grads._replace(rows=WordGrads(words_W, lists, grads.rows))
 
-        def spread_owned(owner: int) -> None:
-            spread(owner, threads.count, *arrays, *self._bags, rows.of_thread[owner])
+    def _words(self, batch: Batch) -> np.ndarray:
+        """Return the words whose vectors predict: int64 [W]."""
+        threads = self.inner.threads
+        windows_B, words_n = batch.windows_B.numpy(), batch.words_n.numpy()
+        no_negatives_BK = np.empty((len(windows_B), 0), np.int32)
+        is_used_A = np.zeros(2 * self.subwords.words, np.bool_)
 
-        threads.run(spread_owned)
-        return Grads(rows, grads.loss, grads.pairs)  # type: ignore[arg-type]
+        def mark(thread: int) -> None:
+            begin, end = share(thread, threads.count, len(windows_B))
+            text = words_n, batch.sentences_n.numpy(), batch.first + begin
+            drawn = windows_B[begin:end], no_negatives_BK[begin:end]
+            list_rows(text, drawn, NO_PATH[:2], is_used_A)
+
+        threads.run(mark)
+        return np.flatnonzero(is_used_A) // 2
+
+    def _lists(self, words_W: np.ndarray, most: int) -> list[tuple[np.ndarray, ...]]:
+        """Return each owner's rows of words, see `list_words`; most: of all words."""
+        threads = self.inner.threads
+
+        def list_owned(owner: int) -> tuple[np.ndarray, ...]:
+            rows_U, begin_U, words_M = np.empty((3, most + 1), np.int32)
+            lists = self._counts_A, rows_U, begin_U, words_M
+            count = list_words(owner, threads.count, words_W, *self._bags, *lists)
+            return rows_U[:count], begin_U[: count + 1], words_M[: begin_U[count]]
+
+        return threads.run(list_owned)
+
+    def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
+        """Step output vectors, then the rows of words."""
+        note_fault(state, 1, math.isfinite(grads.loss))
+        if state.fault:
+            return
+        words_W, lists, rows = grads.rows  # type: ignore[misc]
+        if not update.optimizer.formula:
+            summed = grads._replace(rows=self._spread_all(rows))
+            ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
+            return
+        threads, step = self.inner.threads, Stepper(update, view, rows)
+        place_W = np.empty(len(words_W), np.int32)
+
+        def step_outputs(owner: int) -> int:
+            found_2U = rows.sum(owner, step.count_pairs)
+            is_input_U = found_2U[0] % 2 == 0
+            inputs_2U = found_2U[:, is_input_U]
+            place_W[np.searchsorted(words_W, inputs_2U[0] // 2)] = inputs_2U[1]
+            return step(found_2U[:, ~is_input_U], NO_BAGS)
+
+        def step_composing(owner: int) -> int:
+            rows_U, begin_U, words_M = lists[owner]
+            return step((rows_U, begin_U), (words_M, place_W))
+
+        note_faults(state, threads.run(step_outputs) + threads.run(step_composing))
+
+    def _spread_all(self, rows: ThreadGrads) -> RowGrads:
+        """Return the gradients of output vectors and of the rows of words."""
+        rows_U, grad_UD, pairs_U = rows.merge(self.inner.threads)
+        is_input_U = rows_U % 2 == 0
+        rows_N, place_N = self.subwords.rows_of(rows_U[is_input_U] // 2)
+        composing_U, to_N = rows_N.unique(return_inverse=True)
+
+        def spread(sums_U: torch.Tensor) -> torch.Tensor:
+            sums = sums_U.new_zeros(len(composing_U), *sums_U.shape[1:])
+            sums.index_add_(0, to_N, sums_U[is_input_U][place_N])
+            return torch.cat([sums_U[~is_input_U], sums])
+
+        rows_U = torch.cat([rows_U[~is_input_U], composing_U]).int()
+        return RowGrads(None, rows_U, spread(grad_UD), spread(pairs_U), None)
 
 
 @compiled
-def compose(words_W, begin_V, rows_N, records_AR, dim, scratch_nP, thread):
-    """Write the mean of the rows of each word to its input row."""
-    for word in words_W:
-        begin, end = begin_V[word], begin_V[word + 1]
-        simd.blend(0, scratch_nP, thread, one, records_AR, rows_N[begin], dim)
-        for i in range(begin + 1, end):
-            if i + PREFETCH_ROWS < len(rows_N):
-                _prefetch_row(records_AR, rows_N[i + PREFETCH_ROWS], dim, 0)
-            simd.blend(one, scratch_nP, thread, one, records_AR, rows_N[i], dim)
-        sum_D, composed_D = scratch_nP[thread, :dim], records_AR[2 * word, :dim]
-        rows = np.float32(end - begin)
-        for d in range(dim):
-            composed_D[d] = sum_D[d] / rows
+def compose(is_first, words_W, share_W, words, lists, records_AR, columns):
+    """Add rows that an owner has to the input vectors of some words, in some columns.
 
-
-@compiled
-def spread(owner, owners, grads, first_A, summed_nU, begin_V, rows_N, unique):
-    """Add the summed gradients of an owner's rows to rows of a thread.
-
-    Each row of a word gets the gradient of its input vector.
+    The first call sets these to zero. share_W: 1 / how many rows each word has; lists: see
+    `list_words`.
     """
-    unique = UniqueRows(*unique)
-    unique.count_1[0] = 0
-    rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
-    count = sum_threads(owner, grads, first_A, rows_U, sums_U)
-    grad_NP, pairs_N = grads[:2]
+    rows_U, begin_U, words_M = lists
+    begin, end = words
+    first, last = columns
+    if is_first:
+        for w in range(begin, end):
+            composed_D = records_AR[2 * words_W[w], first:last]
+            for d in range(last - first):
+                composed_D[d] = zero
+    part_AD, dim = records_AR[:, first:last], last - first
+    for u in range(len(rows_U)):
+        if u + PREFETCH_ROWS < len(rows_U):
+            _prefetch_row(part_AD, rows_U[u + PREFETCH_ROWS], dim, 0)
+        for m in range(begin_U[u], begin_U[u + 1]):
+            w = words_M[m]
+            if begin <= w < end:
+                simd.blend(one, part_AD, 2 * words_W[w], share_W[w], part_AD, rows_U[u], dim)
+
+
+@compiled
+def list_words(owner, owners, words_W, begin_V, rows_N, counts_A, rows_U, begin_U, words_M):
+    """List the rows of words that an owner has, sorted, and the words of each.
+
+    words_M: places in `words_W`, those of row u from begin_U[u] on; counts_A: zeros, shared by
+    owners. Returns how many rows there are.
+    """
+    first = rows_N[0]
+    for word in words_W:
+        for i in range(begin_V[word], begin_V[word + 1]):
+            if owners == 1 or rows_N[i] // ROWS_PER_OWNER % owners == owner:
+                counts_A[rows_N[i] - first] += 1
+    count = listed = 0
+    rows = first + len(counts_A)
+    block = first // ROWS_PER_OWNER
+    block += (owner - block) % owners  # the first that it owns
+    for begin in range(block * ROWS_PER_OWNER, rows, owners * ROWS_PER_OWNER):
+        for row in range(max(begin, first), min(begin + ROWS_PER_OWNER, rows)):
+            words = counts_A[row - first]
+            if words > 0:
+                rows_U[count] = row
+                begin_U[count] = listed
+                counts_A[row - first] = listed  # where its next word goes
+                listed += words
+                count += 1
+    begin_U[count] = listed
+    for w in range(len(words_W)):
+        for i in range(begin_V[words_W[w]], begin_V[words_W[w] + 1]):
+            if owners == 1 or rows_N[i] // ROWS_PER_OWNER % owners == owner:
+                words_M[counts_A[rows_N[i] - first]] = w
+                counts_A[rows_N[i] - first] += 1
     for u in range(count):
-        row, place = rows_U[u], sums_U[u]
-        pairs = pairs_N[place] if len(pairs_N) else np.int32(0)
-        if row % 2:
-            _add(row, grad_NP, place, pairs, unique)
-            continue
-        for i in range(begin_V[row // 2], begin_V[row // 2 + 1]):
-            if i + PREFETCH_ROWS < len(rows_N):
-                index = unique.index_A[rows_N[i + PREFETCH_ROWS]]
-                if index >= 0:
-                    _prefetch_row(unique.grad_UP, index, grad_NP.shape[1], 1)
-            _add(rows_N[i], grad_NP, place, pairs, unique)
-    sort_by_owner(unique, owners)
+        counts_A[rows_U[u] - first] = 0
+    return count

@@ -185,7 +185,8 @@ def fit(args: argparse.Namespace) -> None:
     for file in sorted(RESULTS.glob("*.csv.gz")):
         with gzip.open(file, "rt") as lines:
             for row in csv.DictReader(lines):
-                if key := named(row):
+                # Places inside of texts are kept for the check.
+                if (key := named(row)) and "@" not in row["text"]:
                     scores = [float(row[name]) for name in COLUMNS if row.get(name)]
                     runs[key[0], key[1], row["text"]][key[2]].append(float(np.mean(scores)))
     best = {key: best_rate(rates) for key, rates in runs.items() if len(rates) > 2}

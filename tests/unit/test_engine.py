@@ -67,6 +67,7 @@ def test_the_view_of_a_resident_table_is_the_table_itself(device):
 
 
 @GPU
+@pytest.mark.alone  # others use the link too
 def test_wait_is_as_long_as_the_moves_take():
     rows, device = 1 << 20, torch.device("cuda")
     table = make_table("pinned", 2 * rows, 64)

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
-import torch
-from torch.nn import functional as F
 
 from w2v.text.ngrams import hash_words
 
@@ -58,6 +56,9 @@ class Ngrams(NamedTuple):
         sums_VD = self.own_VD.astype(np.float32)
         if not len(self.buckets_BD):
             return sums_VD
+        import torch  # only now, as queries do without
+        from torch.nn import functional as F
+
         buckets_BD = torch.from_numpy(self.buckets_BD.astype(np.float32, copy=False))
         for first in range(0, len(words), COMPOSED):
             block = words[first : first + COMPOSED]

@@ -98,7 +98,7 @@ class ThreadGrads:
         return self.grad_NP, pairs_N, *self.of_all[-3:]
 
     def sum(self, owner: int, count_pairs: bool) -> np.ndarray:
-        """Sum gradients over the threads; return the owner's rows and their places."""
+        """Sum gradients over threads; return an owner's rows and places."""
         summed_2U = self.summed_nU[2 * owner : 2 * owner + 2]
         grads = self.gradients(count_pairs)
         return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_A, *summed_2U)]
@@ -341,7 +341,7 @@ class Stepper:
     def __call__(self, rows: Iterable[np.ndarray], bags: tuple[np.ndarray, np.ndarray]) -> int:
         """Step rows, see `cpu_loops.step_rows`."""
         # By torch, they begin at a cache line.
-        record_R = torch.empty(self._how[2].shape[1]).numpy()
-        sums_1P = torch.empty(1, padded(self._dim)).numpy()
+        record_R = torch.empty(self._how[2].shape[1], dtype=torch.float32).numpy()
+        sums_1P = torch.empty(1, padded(self._dim), dtype=torch.float32).numpy()
         spare = record_R, sums_1P, self._dim
         return cpu_loops.step_rows(tuple(rows), bags, self._grads, spare, *self._how)

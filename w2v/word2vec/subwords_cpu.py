@@ -47,7 +47,7 @@ from w2v.word2vec.subwords import SubwordKernels
 
 
 class WordGrads(NamedTuple):
-    """Gradients of composed and output vectors, and what the former are composed of."""
+    """Gradients of composed and output vectors, and the rows of words."""
 
     words_W: np.ndarray  # int64, the words of a batch
     lists: list[tuple[np.ndarray, ...]]  # of each owner, see `list_words`
@@ -171,7 +171,7 @@ class CpuSubwordKernels(SubwordKernels):
 
 @compiled
 def compose(is_first, words_W, share_W, words, lists, records_AR, columns):
-    """Add rows that an owner has to the input vectors of some words, in some columns.
+    """Add an owner's rows to input vectors, in some columns.
 
     The first call sets these to zero. share_W: 1 / how many rows each word has; lists: see
     `list_words`.

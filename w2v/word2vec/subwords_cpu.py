@@ -141,11 +141,11 @@ class CpuSubwordKernels(SubwordKernels):
         place_W = np.empty(len(words_W), np.int32)
 
         def step_outputs(owner: int) -> int:
-            found_2U = rows.sum(owner, step.count_pairs)
-            is_input_U = found_2U[0] % 2 == 0
-            inputs_2U = found_2U[:, is_input_U]
-            place_W[np.searchsorted(words_W, inputs_2U[0] // 2)] = inputs_2U[1]
-            return step(found_2U[:, ~is_input_U], NO_BAGS)
+            rows_U, places_U = rows.sum(owner, step.count_pairs)
+            is_input_U = rows_U % 2 == 0
+            inputs_U = np.searchsorted(words_W, rows_U[is_input_U] // 2)
+            place_W[inputs_U] = places_U[is_input_U]
+            return step((rows_U[~is_input_U], places_U[~is_input_U]), NO_BAGS)
 
         def step_composing(owner: int) -> int:
             rows_U, begin_U, words_M = lists[owner]

@@ -225,8 +225,10 @@ class CudaKernels(Kernels):
 
         what = batch.window, targets, batch.objective, view, grads.rows
         launch = self._bind("gradients", what, bind)
-        # Of warps with consecutive centers no more than run at a time.
-        blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor=2 if slides else 8)
+        # A warp's sliding window is the longer the fewer there are: 2 blocks run at a time. Beside
+        # kernels that move rows, one that begins late must not be as long as all.
+        per_processor = 2 if slides and view.slot_of_A is None else 8
+        blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor)
         launch(blocks, batch=batch_struct(batch), loss=grads.loss, pairs=grads.pairs)
         return grads
 

@@ -1,7 +1,7 @@
 """Intervals of scores, and tests whether one is higher than another.
 
-Shapes: S seeds, I items of a set, such as questions; NaN for an item that was not counted. SciPy is
-imported where runs are compared: that takes a second or two.
+Shapes: S seeds, I items of a set, such as questions (NaN: not counted), V values, R samples. SciPy
+is imported where runs are compared: that takes a second or two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 LEVEL = 0.05  # below this p, a difference is not noise
 # Few samples are in memory at once; results repeat.
-SAMPLING: dict[str, Any] = {"n_resamples": 999, "batch": 32, "rng": 0}
+RESAMPLES = 999
+SAMPLING: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": 32, "rng": 0}
 MOST_SEEDS = 100
 
 
@@ -23,12 +24,10 @@ def interval(items_I: np.ndarray) -> tuple[float, float] | None:
     counted_I = items_I[np.isfinite(items_I)]
     if len(counted_I) < 2:
         return None
+    values_V, counts_V = np.unique(counted_I, return_counts=True)  # few, as for right and wrong
     draws = np.random.default_rng(SAMPLING["rng"])
-    means = [
-        np.mean(counted_I[draws.integers(len(counted_I), size=len(counted_I))])
-        for _ in range(SAMPLING["n_resamples"])
-    ]
-    low, high = np.quantile(means, [0.025, 0.975])
+    drawn_RV = draws.multinomial(len(counted_I), counts_V / len(counted_I), RESAMPLES)
+    low, high = np.quantile(drawn_RV @ values_V / len(counted_I), [0.025, 0.975])
     return float(low), float(high)
 
 

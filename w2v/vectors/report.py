@@ -244,7 +244,7 @@ def write_card(folder: Path, vocab: Vocab) -> None:
     run = runs.read(folder)
     settings = run.settings
     # Settings, scores and costs, as `w2v compare` has them, a row for each.
-    columns = runs.table(runs.rows([run]), tested=False).items()
+    columns = runs.table(runs.rows([run])).items()
     figures = "\n".join(f"| {markup(name)} | {markup(cell)} |" for name, [cell] in columns)
     path = markup(settings["corpus.path"])
     card = f"""# Word vectors of {path}

@@ -336,11 +336,10 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     return ranked
 
 
-def table(compared: Sequence[Row], tested: bool = True) -> Columns:
+def table(compared: Sequence[Row]) -> Columns:
     """Return the columns of the comparison, the most important ones first.
 
-    A figure that no run has is left out. If `tested`, which takes a second for SciPy, scores have
-    95 % intervals.
+    A figure that no run has is left out. Scores have 95 % intervals.
     """
     seeds = [{run.settings["train.seed"] for run in row.runs} for row in compared]
     columns = {"optimizer": [row.name for row in compared]}
@@ -348,7 +347,7 @@ def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     for heading in dict.fromkeys(
         key for row in compared for run in row.runs for key in figures(run)
     ):
-        cells = [_cell(row, heading, tested) for row in compared]
+        cells = [_cell(row, heading) for row in compared]
         if set(cells) - {"-", "diverged"}:
             columns[heading] = cells
     for key in ("optimizer.lr", "train.batch_size", "train.epochs"):
@@ -356,7 +355,7 @@ def table(compared: Sequence[Row], tested: bool = True) -> Columns:
     return columns
 
 
-def _cell(row: Row, heading: str, tested: bool) -> str:
+def _cell(row: Row, heading: str) -> str:
     """Return the mean of a figure over seeds, with deviation and interval."""
     form = next(FORMATS[end] for end in FORMATS if heading.endswith(end))
     values = [value for run in row.runs if (value := figures(run).get(heading)) is not None]
@@ -367,7 +366,7 @@ def _cell(row: Row, heading: str, tested: bool) -> str:
     text = f"{mean(values):{form}}"
     if len(set(values)) > 1:
         text += f" +- {stdev(values):{form}}"
-    if tested and heading in row.intervals:
+    if heading in row.intervals:
         low, high = row.intervals[heading]
         text += f" [{low:{form}}, {high:{form}}]"
     return text
@@ -382,7 +381,7 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[Run]) -> Comparison:
-        """Compare runs; tests take half a second for each row."""
+        """Compare runs; a test takes half a second."""
         compared = rows(found)
         popular = [
             f"{name} of popular items in {row.settings['corpus.path']}: {100 * share:.1f} %"

@@ -33,6 +33,7 @@ from w2v.rows.cache import RowCache
 from w2v.rows.lookup import joined, look_up, stacked
 from w2v.rows.ops import Span
 from w2v.rows.optimizer import look_up_batch
+from w2v.rows.optimizer import optimizer as make_optimizer
 from w2v.rows.table import normal
 
 
@@ -778,6 +779,25 @@ def test_weights_and_states_are_current_while_rows_are_cached(tmp_path):
     optimizer.load_state_dict(plain_optimizer.state_dict())
     tables[0].grow(MANY + 1, init=lambda rows: torch.zeros(len(rows), DIM))
     assert torch.equal(tables[0].weight[:MANY], plain[0].weight)
+
+
+def test_micro_batches_read_their_rows_and_the_step_each_row_once(monkeypatch):
+    table = PagedEmbedding(MANY, DIM, seed=1)
+    optimizer = PagedOptimizer(table, "Adam", lr=0.1)
+    read = []
+    group = table.store.group
+    monkeypatch.setattr(
+        group, "read", lambda rows_U, read_rows=group.read: read.append(rows_U) or read_rows(rows_U)
+    )
+    for ids in ([1, 2, 2], [2, 3], [3, 4]):
+        table(ids).sum().backward()
+    optimizer.step()
+    assert [rows_U.tolist() for rows_U in read] == [[1, 2], [2, 3], [3, 4], [1, 2, 3, 4]]
+
+
+def test_batches_for_a_model_without_tables_are_those_of_the_loader():
+    optimizer = make_optimizer(nn.Linear(2, 2), "Adam", lr=0.1)
+    assert list(optimizer.pages([1, 2, 3], key="ids")) == [1, 2, 3]
 
 
 def test_rows_that_are_used_most_stay():

@@ -235,6 +235,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
         tables = list(self._tables.values())
+        if not tables:  # of `w2v.optimizer` for a model without paged embeddings
+            yield from loader
+            return
         drawn = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
         batches: Iterator[LookedUpBatch] = drawn
         if self._ranks.size > 1:

@@ -208,10 +208,7 @@ class PagedTable:
         grad_UD = parts[-1][1].new_zeros(len(rows_U), self.embedding_dim)
         for page, grad_uD in parts:
             grad_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
-        page = RowPage(self.store, None, rows_U=rows_U)
-        if not self.fused and len(rows_U) < len(self.store):
-            page = page.with_records(self.store.group.read(rows_U))
-        return page, grad_UD
+        return RowPage(self.store, None, rows_U=rows_U), grad_UD
 
     def step(self, optimizer: RowOptimizer, lr: float) -> None:
         """Step the rows that have gradients by torch, and write them back."""

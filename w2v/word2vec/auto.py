@@ -33,7 +33,7 @@ KEPT = 0.5  # [23-6, 27] share of a text that subsampling keeps, at least
 BLOCK_WINDOWS = 16  # [23-2] words of a block over window + 3: its edges then cut 2 % of the pairs
 SHARED_STEPS = 8  # [22] steps that share a pool of negatives, where rows are paged
 MOST_BUCKETS = 2_000_000  # of n-grams, as in fastText
-ENGLISH, OTHERS = (3, 6), (2, 5)  # docs/subwords.md: characters of n-grams, at least and at most
+ENGLISH, OTHERS = (3, 6), (2, 5)  # docs/dev/tuning.md: characters of n-grams, at least and at most
 ACCENTED = 0.02  # share of letters outside a to z from which a text is not English
 # [22, 23-2, 23-7] Peak learning rates for PAIRS, by optimizer.
 RATES = {

@@ -46,7 +46,7 @@ class TransferStats(NamedTuple):
     @classmethod
     def sum(cls, stats: Iterable[TransferStats]) -> TransferStats:
         """Return the sums of some stats."""
-        return cls(*map(sum, zip(cls(), *stats, strict=True)))  # type: ignore[arg-type]
+        return cls._make(map(sum, zip(cls(), *stats, strict=True)))
 
 
 class Engine:

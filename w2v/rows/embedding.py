@@ -52,17 +52,15 @@ def uncompiled(function: Function) -> Function:
 
     torch.compiler.disable would import the compiler, which takes as long as torch itself.
     """
-    disabled: list[Function] = []
+    called = [function]
 
     @functools.wraps(function)
     def call(*args: Any, **settings: Any) -> Any:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             raise RuntimeError("rows of a paged table cannot be exported; export w2v.unpage(model)")
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **settings)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **settings)
+        if called[0] is function and "torch._dynamo" in sys.modules:
+            called[0] = torch.compiler.disable(function)
+        return called[0](*args, **settings)
 
     return call  # type: ignore[return-value]
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 LEVEL = 0.05  # below this p, a difference is not noise
-# Few samples are in memory at once; results repeat.
 RESAMPLES = 999
-SAMPLING: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": 32, "rng": 0}
+BATCH = 32  # samples that are in memory at once
 MOST_SEEDS = 100
 
 
@@ -25,7 +24,7 @@ def interval(items_I: np.ndarray) -> tuple[float, float] | None:
     if len(counted_I) < 2:
         return None
     values_V, counts_V = np.unique(counted_I, return_counts=True)  # few, as for right and wrong
-    draws = np.random.default_rng(SAMPLING["rng"])
+    draws = np.random.default_rng(0)  # results repeat
     drawn_RV = draws.multinomial(len(counted_I), counts_V / len(counted_I), RESAMPLES)
     low, high = np.quantile(drawn_RV @ values_V / len(counted_I), [0.025, 0.975])
     return float(low), float(high)
@@ -104,5 +103,7 @@ def p_over_items(better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarra
     if len(changed_I) < 2:
         return 1.0 if len(compared_I) else None
     test = import_module("scipy.stats").permutation_test
-    found = test((changed_I,), np.sum, permutation_type="samples", **SAMPLING)
+    found = test(
+        (changed_I,), np.sum, permutation_type="samples", n_resamples=RESAMPLES, batch=BATCH, rng=0
+    )
     return float(found.pvalue)

@@ -63,3 +63,17 @@ def test_so_many_more_seeds_are_enough():
 )
 def test_p_is_short(p, text):
     assert str(significance.Test(p, 3)).startswith(text)
+
+
+@each_case(
+    ("more", "hint"),
+    [
+        (0, "these questions are too few"),
+        (1, "about 1 more seed would"),
+        (4, "about 4 more seeds would"),
+        (None, "nor would they be with 100 seeds"),
+    ],
+)
+def test_a_verdict_says_what_would_tell_more(more, hint):
+    sentence = f"a and b are not distinguishable (p = .5); {hint}"
+    assert significance.Test(0.5, 3, more).verdict("a", "b") == sentence

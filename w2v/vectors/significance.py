@@ -53,7 +53,8 @@ class Test(NamedTuple):
             doubt = "; other seeds may differ: train more" * (self.seeds < 2)
             return f"{better} > {worse} ({self}){doubt}"
         hints = {None: "nor would they be with 100 seeds", 0: "these questions are too few"}
-        hint = hints.get(self.more_seeds, f"about {self.more_seeds} more seeds would")
+        plural = "s" * (self.more_seeds != 1)
+        hint = hints.get(self.more_seeds, f"about {self.more_seeds} more seed{plural} would")
         if self.seeds < 2:
             hint = "train more seeds"
         return f"{better} and {worse} are not distinguishable ({self}); {hint}"

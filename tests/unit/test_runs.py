@@ -276,7 +276,7 @@ def test_a_clear_difference_is_told_from_noise(tmp_path):
     compared = rows_of(tmp_path)
     noise, clear = comparison.verdicts(compared)
     assert re.fullmatch(
-        r"(Adam|RMSprop) and (Adam|RMSprop) are not distinguishable \(p = \.\d+\); .*seeds.*", noise
+        r"(Adam|RMSprop) and (Adam|RMSprop) are not distinguishable \(p = \.\d+\); .*seed.*", noise
     )
     assert re.fullmatch(r"(Adam|RMSprop) > SGD \(p = \.0\d+\)", clear)
 

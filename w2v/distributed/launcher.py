@@ -76,7 +76,7 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
             else:
                 process.kill()
 
-    failed = 0  # status of the first rank that fails
+    failed = 0  # status of the rank that fails first
     with default_signals():
         for process in ranks:
             process.start()
@@ -86,7 +86,7 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
             connection.wait([process.sentinel for process in running])
             statuses = [process.exitcode for process in ranks if process.exitcode]
             if statuses and not (failed or received):
-                failed = statuses[0]
+                failed = min(statuses)  # a signal, if one has ended a rank, is the cause
                 for process in running:
                     process.terminate()
     if received:

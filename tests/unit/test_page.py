@@ -126,6 +126,7 @@ def test_what_cannot_be_paged_is_refused(make, words):
 EXPORTS = [
     lambda model, ids: torch.export.export(model, (ids,)),
     lambda model, ids: torch.jit.trace(model, (ids,)),
+    lambda model, ids: torch.jit.script(model),
 ]
 
 

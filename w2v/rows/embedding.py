@@ -40,6 +40,7 @@ from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
+EXPORTED = "rows of a paged table cannot be exported; export w2v.unpage(model)"
 Use = tuple[PagedTable, RowPage]  # a table's rows in a forward pass
 
 
@@ -57,7 +58,7 @@ def uncompiled(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **settings: Any) -> Any:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            raise RuntimeError("rows of a paged table cannot be exported; export w2v.unpage(model)")
+            raise RuntimeError(EXPORTED)
         if called[0] is function and "torch._dynamo" in sys.modules:
             called[0] = torch.compiler.disable(function)
         return called[0](*args, **settings)
@@ -241,7 +242,10 @@ class PagedRows(nn.Module):
                 shown += f", {name}={value!r}"
         return f"{shown}, storage={self.storage!r}, device={str(self.device)!r}"
 
-    # What nn.Module calls.
+    # What nn.Module calls, and torch.jit.script.
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise RuntimeError(EXPORTED)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight" and not isinstance(param, PagedWeight):

@@ -251,15 +251,15 @@ def _errors(loss, product, contexts, targets, before, batch, memory):
     numbers = (contexts * targets + LANES - 1) // LANES * LANES  # in whole vectors
     _sigmoids(numbers, logits_N, errors_N, memory.factors_N, memory.bits_N)
     for c in range(contexts):
-        if c % FACTORS == 0:
-            loss, product = _add_losses(loss, product, targets, memory)
         n = c * targets
         weight = batch.weight_d[abs(c + (c >= before) - before)]
         for t in range(targets):
             memory.losses_T[t] += max(logits_N[n + t], zero) - labels_T[t] * logits_N[n + t]
             memory.products_T[t] *= memory.factors_N[n + t]
             errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * memory.times_T[t] * weight
-    return _add_losses(loss, product, targets, memory)
+        if c % FACTORS == FACTORS - 1 or c == contexts - 1:
+            loss, product = _add_losses(loss, product, targets, memory)
+    return loss, product
 
 
 @inlined
@@ -278,10 +278,7 @@ def _prefetching(in_place: bool, borrowed: bool) -> tuple[Callable, Callable]:
 
     @inlined
     def fetch_targets(part, center, batch, unique):
-        """Prefetch a part of the rows of a center and its negatives.
-
-        If `parts` is 1, part 0 is all of them, and the others are empty.
-        """
+        """Prefetch a part of the rows of a center and its negatives."""
         negatives_K = batch.negatives_BK[center]
         rows = len(negatives_K) + (len(negatives_K) > 0)
         for t in range(part * rows // parts, min((part + 1) * rows // parts, rows)):
@@ -432,8 +429,7 @@ def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
     """Return the function of `compile_gradients`."""
     fetch_early, fetch_targets = _prefetching(in_place, borrowed)
     load_contexts, add_context_gradients = _contexts(in_place, cbow, borrowed)
-    take_from_ring, empty_ring = _ring(borrowed)
-    next_centers = _schedule(in_place)
+    (take_from_ring, empty_ring), next_centers = _ring(borrowed), _schedule(in_place)
 
     @compiled
     def loop(thread, shares_nL, batch, memory, unique):
@@ -441,8 +437,6 @@ def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
         dim, rows_AR = batch.dim, batch.records_AR
         x_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
         grad_CP, grad_TP = memory.grad_CP, None if in_place else memory.grad_TP
-        if not in_place:
-            unique.count_1[0] = 0
         loss, product, pairs = 0.0, 1.0, 0
         center = end = 0
         while True:
@@ -467,18 +461,21 @@ def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
             targets, counted = _list_targets(center, borrowed, batch, memory)
             load_contexts(left, at, right, share, batch, memory)
             simd.dots(x_CP, contexts, rows_AR, ids_T, targets, most, dim, memory.logits_N)
-            fetch_targets(1, later, batch, unique)
+            if in_place:
+                fetch_targets(1, later, batch, unique)
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
             if targets == most:
                 loss, product = _errors(loss, product, contexts, most, at - left, batch, memory)
             else:
                 loss, product = _errors(loss, product, contexts, targets, at - left, batch, memory)
-            fetch_targets(2, later, batch, unique)
+            if in_place:
+                fetch_targets(2, later, batch, unique)
             simd.pair_gradients(
                 errors_N, x_CP, contexts, rows_AR, ids_T, targets, most, dim, grad_CP, grad_TP
             )
-            fetch_targets(3, later, batch, unique)
+            if in_place:
+                fetch_targets(3, later, batch, unique)
             add_context_gradients(left, at, right, share, counted, batch, memory)
             if not in_place:
                 _add_targets(contexts, targets, memory, unique)
@@ -494,7 +491,7 @@ def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
 def sort_by_owner(unique, owners):
     """Sort a thread's unique rows and their indices by owner.
 
-    The indices are forgotten in `index_A`. Those of owner o are at places starts_O[o] to
+    The rows are forgotten in `index_A` and `count_1`. Those of owner o are at places starts_O[o] to
     starts_O[o + 1].
     """
     unique = UniqueRows(*unique)
@@ -510,6 +507,7 @@ def sort_by_owner(unique, owners):
         starts_O[owner] -= 1
         unique.owned_rows_U[starts_O[owner]] = rows_U[u]
         unique.owned_indices_U[starts_O[owner]] = u
+    unique.count_1[0] = 0
 
 
 @compiled
@@ -704,7 +702,6 @@ def list_rows(text, drawn, path, is_listed_A):
 def add_received(begin, end, owners, ids_M, grad_MD, pairs_M, unique):
     """Add the gradients [begin, end) of other ranks to a thread's unique rows."""
     unique = UniqueRows(*unique)
-    unique.count_1[0] = 0
     for m in range(begin, end):
         _add(ids_M[m], grad_MD, m, pairs_M[m] if len(pairs_M) else 0, unique)
     sort_by_owner(unique, owners)

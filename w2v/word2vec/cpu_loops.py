@@ -251,44 +251,34 @@ def _errors(loss, product, contexts, targets, before, batch, memory):
     numbers = (contexts * targets + LANES - 1) // LANES * LANES  # in whole vectors
     _sigmoids(numbers, logits_N, errors_N, memory.factors_N, memory.bits_N)
     for c in range(contexts):
-        if c % FACTORS == 0:
-            loss, product = _add_losses(loss, product, targets, memory)
         n = c * targets
         weight = batch.weight_d[abs(c + (c >= before) - before)]
         for t in range(targets):
             memory.losses_T[t] += max(logits_N[n + t], zero) - labels_T[t] * logits_N[n + t]
             memory.products_T[t] *= memory.factors_N[n + t]
             errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * memory.times_T[t] * weight
-    return _add_losses(loss, product, targets, memory)
+        if c % FACTORS == FACTORS - 1 or c == contexts - 1:
+            loss, product = _add_losses(loss, product, targets, memory)
+    return loss, product
 
 
-@functools.cache
-def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
-    """Compile the loop of a thread over its centers, as in reference.py.
+@inlined
+def _add_targets(contexts, targets, memory, unique):
+    """Add the gradients of a center's targets to those of their rows."""
+    for t in range(targets):
+        pairs = contexts * int(memory.times_T[t])
+        _add(memory.ids_T[t], memory.grad_TP, t, pairs, unique)
 
-    CBOW is skip-gram with one context row, the mean or the sum of the context words, whose gradient
-    each of them gets. `most` targets are taken at a time: their rows stay in registers. To compile
-    the dimensions in gains 3 to 9 %, and takes 3 s for each vector size.
 
-    With `borrowed`, rows are those of other ranks, which are found by `BatchArrays.place_A`. With
-    `in_place`, each center's gradients are subtracted from the rows at once. Otherwise they
-    are added to those of the thread's unique rows. Gradients of context words are then first summed
-    in a ring, until the windows have passed the word: a word is in many windows, one after another.
-
-    The function takes the number of the thread, the centers that are left (see `next_centers`),
-    and as plain tuples (named ones take longer to pass) `BatchArrays`, and the thread's `Buffers`
-    and `UniqueRows`. It returns the summed loss and the number of positive pairs.
-    """
+def _prefetching(in_place: bool, borrowed: bool) -> tuple[Callable, Callable]:
+    """Return functions that fetch rows of later centers into the CPU's cache."""
     subtracts = int(in_place)
     early = SGD_PREFETCH_CENTERS if in_place else PREFETCH_CENTERS
     parts = SGD_PREFETCH_PARTS if in_place else 1
 
     @inlined
     def fetch_targets(part, center, batch, unique):
-        """Prefetch a part of the rows of a center and its negatives.
-
-        If `parts` is 1, part 0 is all of them, and the others are empty.
-        """
+        """Prefetch a part of the rows of a center and its negatives."""
         negatives_K = batch.negatives_BK[center]
         rows = len(negatives_K) + (len(negatives_K) > 0)
         for t in range(part * rows // parts, min((part + 1) * rows // parts, rows)):
@@ -311,6 +301,21 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
         if at + batch.window < len(batch.words_n):
             row = _place(2 * batch.words_n[at + batch.window], borrowed, batch)
             _prefetch_row(batch.records_AR, row, batch.dim, subtracts)
+
+    @inlined
+    def fetch_early(center, end, batch, unique):
+        """Begin to prefetch for a later center; return that of `fetch_targets`."""
+        later = min(center + early, end - 1)
+        fetch_targets(0, later, batch, unique)
+        if center + PREFETCH_CENTERS < end:
+            fetch_path_and_context(batch.first + center + PREFETCH_CENTERS, batch)
+        return later
+
+    return fetch_early, fetch_targets
+
+
+def _contexts(in_place: bool, cbow: bool, borrowed: bool) -> tuple[Callable, Callable]:
+    """Return functions that load context words, and add their gradients."""
 
     @inlined
     def load_contexts(left, at, right, share, batch, memory):
@@ -348,6 +353,12 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
             ring_pairs_C[place] = max(ring_pairs_C[place], 0) + counted
             simd.blend(keep, ring_CP, place, scale, memory.grad_CP, n, ring_CP.shape[1])
 
+    return load_contexts, add_context_gradients
+
+
+def _ring(borrowed: bool) -> tuple[Callable, Callable]:
+    """Return functions that add what is in the ring to gradients of rows."""
+
     @inlined
     def take_from_ring(c, batch, memory, unique):
         """Add what the ring has of a word to the gradient of its row."""
@@ -357,6 +368,18 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
             row = _place(2 * batch.words_n[c], borrowed, batch)
             _add(row, memory.ring_CP, place, pairs, unique)
             memory.ring_pairs_C[place] = -1
+
+    @inlined
+    def empty_ring(end, batch, memory, unique):
+        """Take the rest from the ring, once the centers before `end` are trained."""
+        for c in range(max(end - batch.window - 1, 0), min(end + batch.window, len(batch.words_n))):
+            take_from_ring(c, batch, memory, unique)
+
+    return take_from_ring, empty_ring
+
+
+def _schedule(in_place: bool) -> Callable:
+    """Return the function that gives centers to a thread."""
 
     @inlined
     def next_centers(thread, shares_nL):
@@ -378,16 +401,42 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
                 return begin, min(begin + BLOCK, end)
         return 0, 0
 
-    # One function: what it calls and is not inlined here, LLVM would compile twice.
+    return next_centers
+
+
+@functools.cache
+def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
+    """Compile the loop of a thread over its centers, as in reference.py.
+
+    CBOW is skip-gram with one context row, the mean or the sum of the context words, whose gradient
+    each of them gets. `most` targets are taken at a time: their rows stay in registers. To compile
+    the dimensions in gains 3 to 9 %, and takes 3 s for each vector size.
+
+    With `borrowed`, rows are those of other ranks, which are found by `BatchArrays.place_A`. With
+    `in_place`, each center's gradients are subtracted from the rows at once. Otherwise they
+    are added to those of the thread's unique rows. Gradients of context words are then first summed
+    in a ring, until the windows have passed the word: a word is in many windows, one after another.
+
+    The function takes the number of the thread, the centers that are left (see `next_centers`),
+    and as plain tuples (named ones take longer to pass) `BatchArrays`, and the thread's `Buffers`
+    and `UniqueRows`. It returns the summed loss and the number of positive pairs.
+    """
+    # One function: what it calls and is not inlined in it, LLVM would compile twice.
+    return _loop(most, in_place, cbow, borrowed)
+
+
+def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
+    """Return the function of `compile_gradients`."""
+    fetch_early, fetch_targets = _prefetching(in_place, borrowed)
+    load_contexts, add_context_gradients = _contexts(in_place, cbow, borrowed)
+    (take_from_ring, empty_ring), next_centers = _ring(borrowed), _schedule(in_place)
+
     @compiled
     def loop(thread, shares_nL, batch, memory, unique):
-        """Train a thread's centers; return their loss and pairs."""
         batch, memory, unique = BatchArrays(*batch), Buffers(*memory), UniqueRows(*unique)
-        window, dim, records_AR = batch.window, batch.dim, batch.records_AR
-        context_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
+        dim, rows_AR = batch.dim, batch.records_AR
+        x_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
         grad_CP, grad_TP = memory.grad_CP, None if in_place else memory.grad_TP
-        if not in_place:
-            unique.count_1[0] = 0
         loss, product, pairs = 0.0, 1.0, 0
         center = end = 0
         while True:
@@ -397,12 +446,9 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
                 if center >= end:
                     break
             at = batch.first + center
-            later = min(center + early, end - 1)
-            fetch_targets(0, later, batch, unique)
-            if center + PREFETCH_CENTERS < end:
-                fetch_path_and_context(at + PREFETCH_CENTERS, batch)
-            if not in_place and at > window:  # the windows have passed this word
-                take_from_ring(at - window - 1, batch, memory, unique)
+            later = fetch_early(center, end, batch, unique)
+            if not in_place and at > batch.window:  # the windows have passed this word
+                take_from_ring(at - batch.window - 1, batch, memory, unique)
 
             left, right = _window(batch.sentences_n, at, batch.windows_B[center])
             if right - left < 2:
@@ -414,38 +460,27 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
             # List the targets, load the contexts, and compute the logits of all pairs.
             targets, counted = _list_targets(center, borrowed, batch, memory)
             load_contexts(left, at, right, share, batch, memory)
-            simd.dots(context_CP, contexts, records_AR, ids_T, targets, most, dim, memory.logits_N)
-            fetch_targets(1, later, batch, unique)
+            simd.dots(x_CP, contexts, rows_AR, ids_T, targets, most, dim, memory.logits_N)
+            if in_place:
+                fetch_targets(1, later, batch, unique)
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
             if targets == most:
-                sums = _errors(loss, product, contexts, most, at - left, batch, memory)
+                loss, product = _errors(loss, product, contexts, most, at - left, batch, memory)
             else:
-                sums = _errors(loss, product, contexts, targets, at - left, batch, memory)
-            loss, product = sums
-            fetch_targets(2, later, batch, unique)
+                loss, product = _errors(loss, product, contexts, targets, at - left, batch, memory)
+            if in_place:
+                fetch_targets(2, later, batch, unique)
             simd.pair_gradients(
-                errors_N,
-                context_CP,
-                contexts,
-                records_AR,
-                ids_T,
-                targets,
-                most,
-                dim,
-                grad_CP,
-                grad_TP,
+                errors_N, x_CP, contexts, rows_AR, ids_T, targets, most, dim, grad_CP, grad_TP
             )
-            fetch_targets(3, later, batch, unique)
+            if in_place:
+                fetch_targets(3, later, batch, unique)
             add_context_gradients(left, at, right, share, counted, batch, memory)
             if not in_place:
-                for t in range(targets):
-                    _add(ids_T[t], memory.grad_TP, t, contexts * int(memory.times_T[t]), unique)
-
+                _add_targets(contexts, targets, memory, unique)
         if not in_place:
-            last = batch.first + shares_nL[thread, 1]
-            for c in range(max(last - window - 1, 0), min(last + window, len(batch.words_n))):
-                take_from_ring(c, batch, memory, unique)
+            empty_ring(batch.first + shares_nL[thread, 1], batch, memory, unique)
             sort_by_owner(unique, len(shares_nL))
         return loss + math.log(product), pairs
 
@@ -456,7 +491,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
 def sort_by_owner(unique, owners):
     """Sort a thread's unique rows and their indices by owner.
 
-    The indices are forgotten in `index_A`. Those of owner o are at places starts_O[o] to
+    The rows are forgotten in `index_A` and `count_1`. Those of owner o are at places starts_O[o] to
     starts_O[o + 1].
     """
     unique = UniqueRows(*unique)
@@ -472,6 +507,7 @@ def sort_by_owner(unique, owners):
         starts_O[owner] -= 1
         unique.owned_rows_U[starts_O[owner]] = rows_U[u]
         unique.owned_indices_U[starts_O[owner]] = u
+    unique.count_1[0] = 0
 
 
 @compiled
@@ -526,6 +562,65 @@ def _sum_words(begin, end, bags, grads, sums_1P):
     return pairs
 
 
+@inlined
+def _step_row(record_R, grad_D, step, formula, states, dim, constants):
+    """Step a row by a formula; `step` is the count that corrects bias."""
+    lr, eps, weight_decay, lr_decay = constants[:4]
+    beta1, rest1, log_beta1, beta2, rest2, log_beta2 = constants[4:10]
+    rate = np.float32(lr / -math.expm1(step * log_beta1))  # lr / (1 - beta1 ** step)
+    unbias = np.float32(-1 / math.expm1(step * log_beta2))  # 1 / (1 - beta2 ** step)
+    if formula == ADAGRAD:
+        rate = np.float32(lr / (1 + (step - 1) * lr_decay))
+    lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
+    beta1, rest1 = np.float32(beta1), np.float32(rest1)
+    beta2, rest2 = np.float32(beta2), np.float32(rest2)
+    # The weight, and the first and the last of its states.
+    weight_D, first_D = record_R[:dim], record_R[dim : 2 * dim]
+    last_D = record_R[states * dim : (states + 1) * dim]
+    if formula == ADAMW:
+        for d in range(dim):
+            weight_D[d] *= one - lr * weight_decay
+    elif weight_decay != 0:
+        for d in range(dim):
+            grad_D[d] += weight_decay * weight_D[d]
+
+    if formula == SGD:
+        for d in range(dim):
+            weight_D[d] -= lr * grad_D[d]
+    elif formula == ADAGRAD:
+        for d in range(dim):
+            square = first_D[d] + grad_D[d] * grad_D[d]
+            first_D[d] = square
+            weight_D[d] -= rate * grad_D[d] / (np.sqrt(square) + eps)
+    elif formula == RMSPROP:  # beta1 is its alpha
+        for d in range(dim):
+            square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
+            first_D[d] = square
+            weight_D[d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
+    elif formula == ADADELTA:  # beta1 is its rho
+        for d in range(dim):
+            square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
+            first_D[d] = square
+            delta = np.sqrt(last_D[d] + eps) / np.sqrt(square + eps) * grad_D[d]
+            last_D[d] = beta1 * last_D[d] + rest1 * delta * delta
+            weight_D[d] -= lr * delta
+    else:
+        mean_D = grad_D
+        if states == 2:
+            mean_D = first_D
+            for d in range(dim):
+                first_D[d] += rest1 * (grad_D[d] - first_D[d])
+        if formula == ADAMAX:
+            for d in range(dim):
+                last_D[d] = max(beta2 * last_D[d], abs(grad_D[d]) + eps)
+                weight_D[d] -= rate * mean_D[d] / last_D[d]
+        else:
+            for d in range(dim):
+                square = beta2 * last_D[d] + rest2 * grad_D[d] * grad_D[d]
+                last_D[d] = square
+                weight_D[d] -= rate * mean_D[d] / (np.sqrt(square * unbias) + eps)
+
+
 @compiled
 def step_rows(rows, bags, grads, spare, formula, states, records_AR, step_column, constants, cap):
     """Step unique rows; each has a gradient, or those of words.
@@ -543,11 +638,6 @@ def step_rows(rows, bags, grads, spare, formula, states, records_AR, step_column
     words_M, _ = bags
     grad_NP, pairs_N = grads
     before_R, sums_1P, dim = spare
-    lr, eps, weight_decay, lr_decay = constants[:4]
-    beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
-    lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
-    beta1, rest1 = np.float32(beta1), np.float32(rest1)
-    beta2, rest2 = np.float32(beta2), np.float32(rest2)
     width = records_AR.shape[1]
     faults = 0
     for u in range(len(rows_U)):
@@ -565,62 +655,14 @@ def step_rows(rows, bags, grads, spare, formula, states, records_AR, step_column
             scale = np.float32(cap / pairs)
             for d in range(dim):
                 grad_D[d] *= scale
-        # The weight, and the first and the last of its states.
-        weight_D, first_D = record_R[:dim], record_R[dim : 2 * dim]
-        last_D = record_R[states * dim : (states + 1) * dim]
         for r in range(width):
             before_R[r] = record_R[r]
 
-        # The count of steps, the row's own or the table's, and what it corrects.
-        step = table_step
+        step = constants[10]  # the count of steps: the table's, or the row's own
         if step_column >= 0:
             step = record_R[step_column] + 1.0
             record_R[step_column] = step
-        rate = np.float32(lr / -math.expm1(step * log_beta1))  # lr / (1 - beta1 ** step)
-        unbias = np.float32(-1 / math.expm1(step * log_beta2))  # 1 / (1 - beta2 ** step)
-        if formula == ADAMW:
-            for d in range(dim):
-                weight_D[d] *= one - lr * weight_decay
-        elif weight_decay != 0:
-            for d in range(dim):
-                grad_D[d] += weight_decay * weight_D[d]
-
-        if formula == SGD:
-            for d in range(dim):
-                weight_D[d] -= lr * grad_D[d]
-        elif formula == ADAGRAD:
-            rate = np.float32(lr / (1 + (step - 1) * lr_decay))
-            for d in range(dim):
-                square = first_D[d] + grad_D[d] * grad_D[d]
-                first_D[d] = square
-                weight_D[d] -= rate * grad_D[d] / (np.sqrt(square) + eps)
-        elif formula == RMSPROP:  # beta1 is its alpha
-            for d in range(dim):
-                square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
-                first_D[d] = square
-                weight_D[d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
-        elif formula == ADADELTA:  # beta1 is its rho
-            for d in range(dim):
-                square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
-                first_D[d] = square
-                delta = np.sqrt(last_D[d] + eps) / np.sqrt(square + eps) * grad_D[d]
-                last_D[d] = beta1 * last_D[d] + rest1 * delta * delta
-                weight_D[d] -= lr * delta
-        else:
-            mean_D = grad_D
-            if states == 2:
-                mean_D = first_D
-                for d in range(dim):
-                    first_D[d] += rest1 * (grad_D[d] - first_D[d])
-            if formula == ADAMAX:
-                for d in range(dim):
-                    last_D[d] = max(beta2 * last_D[d], abs(grad_D[d]) + eps)
-                    weight_D[d] -= rate * mean_D[d] / last_D[d]
-            else:
-                for d in range(dim):
-                    square = beta2 * last_D[d] + rest2 * grad_D[d] * grad_D[d]
-                    last_D[d] = square
-                    weight_D[d] -= rate * mean_D[d] / (np.sqrt(square * unbias) + eps)
+        _step_row(record_R, grad_D, step, formula, states, dim, constants)
 
         # Zero times a number is zero, unless that is infinite or NaN.
         zeros = zero
@@ -660,7 +702,6 @@ def list_rows(text, drawn, path, is_listed_A):
 def add_received(begin, end, owners, ids_M, grad_MD, pairs_M, unique):
     """Add the gradients [begin, end) of other ranks to a thread's unique rows."""
     unique = UniqueRows(*unique)
-    unique.count_1[0] = 0
     for m in range(begin, end):
         _add(ids_M[m], grad_MD, m, pairs_M[m] if len(pairs_M) else 0, unique)
     sort_by_owner(unique, owners)

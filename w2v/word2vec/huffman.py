@@ -22,7 +22,7 @@ def make_tree(counts_V: np.ndarray, first_row: int = 0) -> Tree:
     """
     words = len(counts_V)
     nodes = 2 * words - 1  # words, then inner nodes in the order in which they are made
-    count_N = np.zeros(nodes, np.int64)
+    count_N = np.zeros(nodes, np.asarray(counts_V).dtype)
     count_N[:words] = counts_V
     parent_N, depth_N = np.zeros((2, nodes), np.int64)
     code_N = np.zeros(nodes, np.uint8)

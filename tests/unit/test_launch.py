@@ -99,8 +99,8 @@ def launches(monkeypatch):
     found = []
     given = []
 
-    def compiled(device, source, kernel, macros):
-        signature = launch.signature(source, kernel, dict(macros).get("ELEMENT", 0))
+    def compiled(device, source, kernel, **macros):
+        signature = launch.signature(source, kernel, macros.get("ELEMENT", 0))
 
         def driver(function, blocks, *others):
             assert others[:7] == (1, 1, launch.THREADS, 1, 1, 0, 0) and others[8] == 0

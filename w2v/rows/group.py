@@ -5,7 +5,6 @@ Shapes: V rows, D dimensions, N ids, U unique rows, R elements of a record.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -27,7 +26,6 @@ from w2v.rows.table import SplitTable, Table
 
 PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
 Function = TypeVar("Function", bound=Callable[..., Any])
-NO_CONTEXT = contextlib.nullcontext()
 
 
 def outside_inference(function: Function) -> Function:
@@ -38,8 +36,9 @@ def outside_inference(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **settings: Any) -> Any:
-        is_on = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False) if is_on else NO_CONTEXT:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **settings)
+        with torch.inference_mode(False):
             return function(*args, **settings)
 
     return call  # type: ignore[return-value]

@@ -48,7 +48,6 @@ KNOWN = 4096  # addresses of tensors that are remembered for a pointer
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 
 Argument = Tensor | float | tuple[Any, ...] | None  # a tuple: a NamedTuple
-Macros = tuple[tuple[str, int | str], ...]  # names and values
 
 
 class Member(NamedTuple):
@@ -246,12 +245,17 @@ class Kernel:
     """
 
     def __init__(
-        self, device: int, source: str, name: str, macros: Macros, fixed: Mapping[str, Argument]
+        self,
+        device: int,
+        source: str,
+        name: str,
+        macros: Mapping[str, int | str],
+        fixed: Mapping[str, Argument],
     ):
         self._device, self._source, self._name = device, source, name
         self._macros = macros
         self._fixed = fixed  # keeps the tensors
-        element = int(dict(macros).get("ELEMENT", 0))
+        element = int(macros.get("ELEMENT", 0))
         self._arguments = functools.partial(_arguments, device, source, name, element)
         self._bound = self._arguments(tuple(fixed))
         self._bytes = bytearray(self._bound.size)
@@ -297,19 +301,19 @@ class Kernel:
         self._addresses[:] = [begins[name] for name in parameters]
         self._pointers = ctypes.addressof(self._addresses)
         self._function, self._launch = _compiled(
-            self._device, self._source, self._name, self._macros
+            self._device, self._source, self._name, **self._macros
         )
         self._others, self._names = others, tuple(args)
 
 
 @functools.cache
-def _bound_to(device: int, source: str, name: str, macros: Macros) -> Kernel:
+def _bound_to(device: int, source: str, name: str, **macros: int | str) -> Kernel:
     return Kernel(device, source, name, macros, {})
 
 
 def kernel(source: str, name: str, **macros: int | str) -> Kernel:
     """Return a kernel of a source file for the current GPU."""
-    return _bound_to(torch._C._cuda_getDevice(), source, name, tuple(macros.items()))
+    return _bound_to(torch._C._cuda_getDevice(), source, name, **macros)
 
 
 _thread = threading.local()  # of each thread, the device whose context it has
@@ -340,26 +344,26 @@ def _processors() -> int:
 
 @functools.cache
 def _compiled(
-    device: int, source: str, kernel: str, macros: Macros
+    device: int, source: str, kernel: str, **macros: int | str
 ) -> tuple[int, Callable[..., None]]:
     """Return the handle of a kernel, and the driver's cuLaunchKernel.
 
     Its module stays loaded.
     """
-    function = _module(device, source, macros).get_function(kernel).kernel
+    function = _module(device, source, **macros).get_function(kernel).kernel
     from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
 
     return function.ptr, driver.launchKernel
 
 
 @functools.cache
-def _module(device: int, source: str, macros: Macros) -> Any:
+def _module(device: int, source: str, **macros: int | str) -> Any:
     import cupy
 
     # Not as options: CuPy compiles an empty file for each new set of these, which takes 20 ms. It
     # does not look at headers: a hash of their content is part of the code.
     content = hashlib.blake2b(source_text(source).encode(), digest_size=8).hexdigest()
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros)
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     code = f'// {content}\n{defines}#line 1 "{source}"\n{path_of(source).read_text()}'
     options = ("-std=c++17", *(f"-I{folder}" for folder in SOURCES))
     return cupy.RawModule(code=code, options=options)

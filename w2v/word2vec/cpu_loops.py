@@ -421,21 +421,17 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
     and as plain tuples (named ones take longer to pass) `BatchArrays`, and the thread's `Buffers`
     and `UniqueRows`. It returns the summed loss and the number of positive pairs.
     """
-    # One function: what it calls and is not inlined in it, LLVM would compile twice.
-    return _loop(most, in_place, cbow, borrowed)
-
-
-def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
-    """Return the function of `compile_gradients`."""
     fetch_early, fetch_targets = _prefetching(in_place, borrowed)
     load_contexts, add_context_gradients = _contexts(in_place, cbow, borrowed)
     (take_from_ring, empty_ring), next_centers = _ring(borrowed), _schedule(in_place)
 
+    # One function: what it calls and is not inlined here, LLVM would compile twice.
     @compiled
     def loop(thread, shares_nL, batch, memory, unique):
+        """Train a thread's centers; return their loss and pairs."""
         batch, memory, unique = BatchArrays(*batch), Buffers(*memory), UniqueRows(*unique)
-        dim, rows_AR = batch.dim, batch.records_AR
-        x_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
+        dim, records_AR = batch.dim, batch.records_AR
+        context_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
         grad_CP, grad_TP = memory.grad_CP, None if in_place else memory.grad_TP
         loss, product, pairs = 0.0, 1.0, 0
         center = end = 0
@@ -460,7 +456,7 @@ def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
             # List the targets, load the contexts, and compute the logits of all pairs.
             targets, counted = _list_targets(center, borrowed, batch, memory)
             load_contexts(left, at, right, share, batch, memory)
-            simd.dots(x_CP, contexts, rows_AR, ids_T, targets, most, dim, memory.logits_N)
+            simd.dots(context_CP, contexts, records_AR, ids_T, targets, most, dim, memory.logits_N)
             if in_place:
                 fetch_targets(1, later, batch, unique)
 
@@ -472,7 +468,16 @@ def _loop(most: int, in_place: bool, cbow: bool, borrowed: bool) -> Callable:
             if in_place:
                 fetch_targets(2, later, batch, unique)
             simd.pair_gradients(
-                errors_N, x_CP, contexts, rows_AR, ids_T, targets, most, dim, grad_CP, grad_TP
+                errors_N,
+                context_CP,
+                contexts,
+                records_AR,
+                ids_T,
+                targets,
+                most,
+                dim,
+                grad_CP,
+                grad_TP,
             )
             if in_place:
                 fetch_targets(3, later, batch, unique)

@@ -173,8 +173,8 @@ def _run_folder(folder: Path, name: str, config: Config) -> Path:
 
 def _summary(run: runs.Run) -> str:
     """Return a run's scores on one line."""
-    figures = {name: cells[0] for name, cells in runs.table(runs.rows([run])).items()}
-    shown = (f"{name} {figures[name].partition(' [')[0]}" for name in SHOWN if name in figures)
+    columns = runs.table(runs.rows([run]))
+    shown = (f"{name} {runs.short(columns[name][0])}" for name in SHOWN if name in columns)
     return run.scores["diverged"] or "  ".join(shown)
 
 

@@ -423,6 +423,11 @@ def aligned(columns: Columns) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
+def short(cell: str) -> str:
+    """Return a cell of a table without the interval."""
+    return cell.partition(" [")[0].replace(" +- ", "±")
+
+
 def in_columns(columns: Columns, width: int) -> str:
     """Format the columns of a table that fit a terminal; wrap long names."""
     (heading, names), *others = columns.items()
@@ -430,8 +435,7 @@ def in_columns(columns: Columns, width: int) -> str:
     wrapped = [wrap.wrap(name) for name in names]
     shown = {heading: [line for lines in wrapped for line in lines]}
     for heading, cells in others:
-        short = [cell.partition(" [")[0].replace(" +- ", "±") for cell in cells]
-        pairs = zip(short, wrapped, strict=True)
+        pairs = zip(map(short, cells), wrapped, strict=True)
         column = [line for cell, lines in pairs for line in (cell, *[""] * (len(lines) - 1))]
         if max(map(len, aligned(shown | {heading: column}))) > width:
             break

@@ -40,6 +40,11 @@ def test_tree_is_gensims(words, largest):
     assert paths_of(make_tree(counts)) == gensims_paths(counts)
 
 
+def test_shares_give_the_tree_of_counts():
+    counts = np.random.default_rng(1).integers(1, 50, 500)
+    assert paths_of(make_tree(counts / 1024)) == paths_of(make_tree(counts))
+
+
 def test_rows_of_nodes_begin_where_they_shall():
     counts = [5, 4, 3, 2, 1]
     first, second = make_tree(counts), make_tree(counts, first_row=5)

@@ -225,8 +225,8 @@ class CudaKernels(Kernels):
 
         what = batch.window, targets, batch.objective, view, grads.rows
         launch = self._bind("gradients", what, bind)
-        # A warp's sliding window is the longer the fewer there are: 2 blocks run at a time. Beside
-        # kernels that move rows, one that begins late must not be as long as all.
+        # Windows slide over consecutive centers of a warp, so no more blocks than run at a time: 2.
+        # Kernels that move rows may keep a block waiting: then they are many, and short.
         per_processor = 2 if slides and view.slot_of_A is None else 8
         blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor)
         launch(blocks, batch=batch_struct(batch), loss=grads.loss, pairs=grads.pairs)

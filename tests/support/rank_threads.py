@@ -24,7 +24,7 @@ class Threads(Ranks):
         barrier.wait(TIMEOUT)  # before a rank overwrites its entry
         return gathered
 
-    def all_gather_async(self, *numbers):
+    def all_gather_async(self, numbers):
         gathered = self.all_gather([float(number) for number in numbers])
         return lambda: gathered
 

@@ -177,7 +177,7 @@ def test_calls_that_wait_are_few_and_errors_come_in_order():
         for number in range(100):
             taken.append(number)
             assert len(taken) - len(ended) <= 9  # four a thread, and one that is taken
-            yield (number,)
+            yield number
 
     found = process.map_in_order(2, call, numbers())
     assert [next(found) for _ in range(50)] == [None] * 50

@@ -50,7 +50,7 @@ class Ranks:
         """
         return [fact]
 
-    def all_gather_async(self, *numbers: float) -> Callable[[], list[list[float]]]:
+    def all_gather_async(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Start to gather numbers; the result waits and returns them by rank."""
         return lambda: [list(numbers)]
 
@@ -89,7 +89,7 @@ class Ranks:
         sums = list(map(sum, sent)), list(map(sum, received))
         pieces = self.all_to_all(numbers, sums[0], sums[1], group).split([*chain(*received)])
         return [
-            torch.cat(pieces[n :: len(tensors)]).view(-1, *tensor.shape[1:]).to(tensor.dtype)
+            torch.cat(pieces[n :: len(tensors)]).view((-1, *tensor.shape[1:])).to(tensor.dtype)
             for n, tensor in enumerate(tensors)
         ]
 
@@ -110,7 +110,7 @@ class Ranks:
         rows_U = rows_U.to(shard_nX.device)
         mine_U = rows_U % self.size == self.rank
         # The owner fills in a row; all others add zeros to it.
-        rows_UX = torch.zeros(len(rows_U), *shard_nX.shape[1:], device=shard_nX.device)
+        rows_UX = torch.zeros((len(rows_U), *shard_nX.shape[1:]), device=shard_nX.device)
         rows_UX[mine_U] = shard_nX[rows_U[mine_U] // self.size].float()
         return self.all_reduce(rows_UX)
 
@@ -180,8 +180,10 @@ class ProcessGroup(Ranks):
                 timeout=TIMEOUT,
             )
             # One group per thread or stream: all ranks must make a group's calls in one order.
-            gloo: dict[str, Any] = {"backend": "gloo", "timeout": LONG_TIMEOUT}
-            self._object_groups = {name: dist.new_group(**gloo) for name in ("main", "background")}
+            self._object_groups = {
+                name: dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+                for name in ("main", "background")
+            }
             self._row_groups = {"main": None, "prefetch": dist.new_group(timeout=TIMEOUT)}
             self._heartbeats = dist.new_group(backend="gloo", timeout=HEARTBEAT_TIMEOUT)
         self._leaving = threading.Event()
@@ -206,7 +208,7 @@ class ProcessGroup(Ranks):
             dist.all_gather_object(facts, fact, group=self._object_groups[group])
         return facts
 
-    def all_gather_async(self, *numbers: float) -> Callable[[], list[list[float]]]:
+    def all_gather_async(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         own = torch.tensor(numbers, dtype=torch.float64)
         of_ranks = torch.empty(self.size, len(numbers), dtype=torch.float64)
         with self._raising_rank_lost():
@@ -225,10 +227,10 @@ class ProcessGroup(Ranks):
         # What a rank sends to itself does not count.
         row_bytes = math.prod(rows_NX.shape[1:]) * rows_NX.element_size()
         self.bytes_sent += (sum(sent) - sent[self.rank]) * row_bytes
-        received_MX = rows_NX.new_empty(sum(received), *rows_NX.shape[1:])
-        sizes = list(received), list(sent)
+        received_MX = rows_NX.new_empty((sum(received), *rows_NX.shape[1:]))
+        among = self._row_groups[group]
         with self._raising_rank_lost():
-            dist.all_to_all_single(received_MX, rows_NX, *sizes, group=self._row_groups[group])
+            dist.all_to_all_single(received_MX, rows_NX, list(received), list(sent), group=among)
         return received_MX
 
     def all_reduce(self, numbers: Tensor) -> Tensor:

@@ -51,18 +51,18 @@ def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) ->
     """Call a function with each item, on threads if there are several items."""
     if len(items) < 2:
         return [*map(function, items)]
-    return [*map_in_order(threads, function, zip(items))]
+    return [*map_in_order(threads, function, items)]
 
 
-def map_in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
-    """Call a function in threads; yield what it returns, in order.
+def map_in_order(workers: int, function: Callable, items: Iterable) -> Iterator[Any]:
+    """Call a function with each item in threads; yield the results in order.
 
     At most four calls a thread wait, run or have results that wait, which bounds the memory.
     """
     pending: deque[Future] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for item in items:
-            pending.append(pool.submit(function, *item))
+            pending.append(pool.submit(function, item))
             if len(pending) > 4 * workers:
                 yield pending.popleft().result()
         while pending:

@@ -11,7 +11,7 @@ Shapes: C contexts, T targets, P padded dimensions, N = C * T numbers of pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import binding, ir
@@ -73,18 +73,20 @@ class Code:
     def sum(self, vector: Any) -> Any:
         """Return the sum of a vector's numbers."""
         name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-        return self.call(name, ir.FloatType(), ir.FloatType()(-0.0), vector, fastmath=FAST)
+        return self.call(name, ir.FloatType(), [ir.FloatType()(-0.0), vector], fastmath=FAST)
 
     def mask(self, numbers: Any) -> Any:
         """Return which lanes are below a number."""
         lanes = ir.Constant(ir.VectorType(INT64, LANES), list(range(LANES)))
         return self.builder.icmp_unsigned("<", lanes, self.splat(numbers))
 
-    def call(self, name: str, kind: Any, *arguments: Any, **options: Any) -> Any:
+    def call(
+        self, name: str, kind: Any, arguments: Sequence[Any], fastmath: Sequence[str] = ()
+    ) -> Any:
         """Call a function of LLVM's, which returns this kind."""
         kind = ir.FunctionType(kind, [argument.type for argument in arguments])
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, arguments, **options)
+        return self.builder.call(function, arguments, fastmath=fastmath)
 
 
 class Matrix:
@@ -94,14 +96,14 @@ class Matrix:
         self._code, self._context, self._kind = code, context, kind
         self._array = context.make_array(kind)(context, code.builder, value)
 
-    def address(self, *place: Any) -> Any:
+    def address(self, place: Sequence[Any]) -> Any:
         """Return a pointer to a number."""
         builder = self._code.builder
         return cgutils.get_item_pointer(self._context, builder, self._kind, self._array, place)
 
     def number(self, *place: Any) -> Any:
         """Return one number."""
-        return self._code.builder.load(self.address(*place))
+        return self._code.builder.load(self.address(place))
 
     def load(self, *place: Any, mask: Any = None) -> Any:
         """Return a vector; where the mask is not set it is zero."""
@@ -109,7 +111,7 @@ class Matrix:
         if mask is None:
             return self._code.builder.load(pointer, align=4)
         rest = pointer, ir.IntType(32)(4), mask, ZEROS
-        return self._code.call(f"llvm.masked.load.v{LANES}f32.p0", VECTOR, *rest)
+        return self._code.call(f"llvm.masked.load.v{LANES}f32.p0", VECTOR, rest)
 
     def store(self, vector: Any, *place: Any, mask: Any = None) -> None:
         """Store a vector, or the lanes whose mask is set."""
@@ -118,10 +120,10 @@ class Matrix:
             self._code.builder.store(vector, pointer, align=4)
             return
         rest = vector, pointer, ir.IntType(32)(4), mask
-        self._code.call(f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), *rest)
+        self._code.call(f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), rest)
 
     def _pointer(self, place: tuple[Any, ...]) -> Any:
-        return self._code.builder.bitcast(self.address(*place), VECTOR.as_pointer())
+        return self._code.builder.bitcast(self.address(place), VECTOR.as_pointer())
 
 
 @intrinsic(prefer_literal=True)
@@ -135,9 +137,9 @@ def prefetch(typing, matrix, row, column, writes):
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
         matrix, row, column, _ = code.arguments
-        address = builder.bitcast(matrix.address(row, column), ir.IntType(8).as_pointer())
-        how = (ir.IntType(32)(value) for value in (write, 3, 1))  # to all caches, as data
-        code.call("llvm.prefetch.p0", ir.VoidType(), address, *how)
+        address = builder.bitcast(matrix.address((row, column)), ir.IntType(8).as_pointer())
+        how = [ir.IntType(32)(value) for value in (write, 3, 1)]  # to all caches, as data
+        code.call("llvm.prefetch.p0", ir.VoidType(), [address, *how])
         return context.get_dummy_value()
 
     return types.void(matrix, types.intp, types.intp, writes), generate
@@ -149,7 +151,7 @@ def fetch_add(typing, matrix, row, column, number):
 
     def generate(context, builder, signature, arguments):
         matrix, *place, number = Code(context, builder, signature, arguments).arguments
-        return builder.atomic_rmw("add", matrix.address(*place), number, "monotonic")
+        return builder.atomic_rmw("add", matrix.address(place), number, "monotonic")
 
     return types.int64(matrix, types.intp, types.intp, types.int64), generate
 
@@ -222,7 +224,7 @@ def dots(typing, context_CP, contexts, rows_VR, ids_T, targets, most, dim, logit
                 code.columns(dim, part)
                 for t, total in zip(numbers, sums, strict=True):
                     place = builder.add(builder.mul(c, targets), t)
-                    builder.store(code.sum(builder.load(total)), logits_N.address(place))
+                    builder.store(code.sum(builder.load(total)), logits_N.address([place]))
         return context.get_dummy_value()
 
     shape = types.int64, most, types.int64

@@ -183,7 +183,7 @@ def _write_blocks(blocks: Iterable[EncodedBlock], ids: BinaryIO, offsets: Binary
         return block
 
     offsets.write(np.zeros(1, np.int64))
-    for block in map_in_order(1, write_ids, zip(blocks)):  # while next ones are encoded
+    for block in map_in_order(1, write_ids, blocks):  # while next ones are encoded
         offsets.write(end + np.cumsum(block.lengths))
         end += int(block.lengths.sum())
         raw_words += block.raw_words

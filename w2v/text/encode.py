@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def encode_files(
     if settings.phrases:
         # Pairs are counted by codes, as a word has other numbers in other tables.
         coded = CodedText(folder)
-        for codes in map_in_order(workers, NumberedBlock.codes, zip(blocks)):
+        for codes in map_in_order(workers, NumberedBlock.codes, blocks):
             coded.append(codes)
         del blocks  # and their files
         coded, counts, firsts, joined_codes = join_phrases(coded, merged, settings, workers, folder)
@@ -126,6 +126,14 @@ class ThreadTable:
         self.words = WordTable()
 
 
+class Broken(NamedTuple):
+    """What is not UTF-8 in a block."""
+
+    bytes: int = 0
+    line: int = 0  # of the block, from 1: where the first of these bytes is
+    words: int = 0
+
+
 class NumberedBlock(NamedTuple):
     """A block of text as numbers of its words."""
 
@@ -133,9 +141,7 @@ class NumberedBlock(NamedTuple):
     place: Block  # in that file
     table: ThreadTable  # which has given the numbers
     path: Path | None = None  # the file of text
-    bad_bytes: int = 0  # that are not UTF-8
-    bad_line: int = 0  # of the block, from 1: where the first of them is
-    bad_words: int = 0
+    broken: Broken = Broken()
 
     def numbers(self) -> np.ndarray:
         """Return the number of each word."""
@@ -159,9 +165,7 @@ class CleanText(NamedTuple):
 
     text: np.ndarray  # uint8, padded
     size: int
-    bad_bytes: int = 0  # as in `NumberedBlock`
-    bad_line: int = 0
-    bad_words: int = 0
+    broken: Broken = Broken()
 
 
 def _number_words(
@@ -192,12 +196,12 @@ def _number_words(
                 progress(size)
                 if not buffer[:size].all():
                     raise binary_error(path, "a NUL byte")
-                text, size, *bad = _clean(buffer, size, settings)
+                text, size, broken = _clean(buffer, size, settings)
                 words = tokenize.number_words(text, size, order << 32, table.words, numbers)
                 if words.longest > MAX_WORD_BYTES:
                     raise binary_error(path, LONG_WORD)
                 place = coded.append(words.numbers)
-                numbered[order] = NumberedBlock(coded, place, table, path, *bad)
+                numbered[order] = NumberedBlock(coded, place, table, path, broken)
             table.merge(merged)
         finally:
             stopped.set()  # no block is left, or the text is refused
@@ -215,12 +219,12 @@ def _number_words(
 
 def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusConfig) -> None:
     """Log how many bytes of a file are broken; raise if many words are."""
-    count = sum(block.bad_bytes for block in blocks)
+    count = sum(block.broken.bytes for block in blocks)
     if not count:
         return
-    first = next(place for place, block in enumerate(blocks) if block.bad_bytes)
-    line = sum(block.place.lines for block in blocks[:first]) + blocks[first].bad_line
-    bad_words = sum(block.bad_words for block in blocks)
+    first = next(place for place, block in enumerate(blocks) if block.broken.bytes)
+    line = sum(block.place.lines for block in blocks[:first]) + blocks[first].broken.line
+    bad_words = sum(block.broken.words for block in blocks)
     words = max(bad_words, sum(block.place.tokens - block.place.lines for block in blocks))
     encoding = settings.encoding.upper()
     if bad_words > MOST_BROKEN * words:
@@ -294,9 +298,9 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
         encoded = spaced.encode(errors="surrogateescape")
         text, size = tokenize.padded(encoded), len(encoded)
     becomes = tokenize.replacements(words_only, lowercase, PICTURE if settings.emoji else "")
-    clean = CleanText(*tokenize.normalized(text, size, becomes))
-    if clean.size >= 0:
-        return clean
+    clean, clean_size = tokenize.normalized(text, size, becomes)
+    if clean_size >= 0:
+        return CleanText(clean, clean_size)
     # Bytes that are not UTF-8, or upper case that depends on its neighbors: seldom, so in Python.
     decoded = text[:size].tobytes().decode(errors="surrogateescape")
     bad_line = bad_words = 0
@@ -305,8 +309,8 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
         bad_words = len(list(filter(UNDECODABLE.search, decoded.split())))
     decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
     repaired = (decoded.lower() if lowercase else decoded).encode()
-    normalized = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
-    return CleanText(*normalized, bad_bytes, bad_line, bad_words)
+    clean, clean_size = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
+    return CleanText(clean, clean_size, Broken(bad_bytes, bad_line, bad_words))
 
 
 def _encode_blocks(
@@ -314,7 +318,8 @@ def _encode_blocks(
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
 
-    def encode(block: NumberedBlock, words: int) -> tuple[EncodedBlock, int]:
+    def encode(item: tuple[NumberedBlock, int]) -> tuple[EncodedBlock, int]:
+        block, words = item
         place, numbers = block.place, block.numbers()
         lengths = np.empty(place.lines + place.tokens // max_length + 1, np.int64)
         rows = block.table.rows
@@ -329,7 +334,7 @@ def _encode_blocks(
             words = (tail if block.place.lines else words + tail) % max_length
 
     tables = list(dict.fromkeys(block.table for block in blocks))
-    rows = map_in_order(workers, row_of.take, ((table.codes,) for table in tables))
+    rows = map_in_order(workers, row_of.take, [table.codes for table in tables])
     for table, table_rows in zip(tables, rows, strict=True):
         table.rows = table_rows
         table.codes = NOTHING  # frees its memory
@@ -365,8 +370,9 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     logged = time.monotonic()
     lock = threading.Lock()
     # disable=None: without a terminal.
-    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": None}
-    with progress_bar(desc="reading", total=total or None, **options) as bar:
+    with progress_bar(
+        desc="reading", total=total or None, unit="B", unit_scale=True, disable=None
+    ) as bar:
 
         def count(done: int) -> None:
             nonlocal read, logged

@@ -410,7 +410,7 @@ def _lines(entries: Iterable[Entry], path: Path, field: str) -> Iterator[str]:
         found += 1
         yield text
     if first and not found:
-        raise _no_text(path, *first, field)
+        raise _no_text(path, first[0], first[1], field)
     if first:
         without = f"{missing:,} of {found + missing:,} entries have no text"
         log.warning(f"{path}: {without} in the field {field!r}, first {first[0]}")

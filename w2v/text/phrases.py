@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
@@ -108,10 +109,13 @@ def join_phrases(
 
 def _best_pairs(text: CodedText, counts: np.ndarray, threshold: float, workers: int) -> np.ndarray:
     """Return the pairs that score above the threshold, int64, sorted."""
-    parts = ((text, part, workers) for part in range(workers))
-    frequent, distinct = zip(*map_in_order(workers, _frequent_pairs, parts), strict=True)
-    pairs, pair_counts = np.concatenate(frequent, axis=1)
-    number = np.count_nonzero(counts) + sum(distinct)
+
+    def count_part(part: int) -> tuple[np.ndarray, int]:
+        return _frequent_pairs(text, part, workers)
+
+    frequent, distinct = _joined(map_in_order(workers, count_part, range(workers)))
+    pairs, pair_counts = frequent
+    number = np.count_nonzero(counts) + distinct
     # In the order of gensim's original_scorer, so that ties with the threshold are the same.
     product = counts[pairs >> 32].astype(np.float64) * counts[pairs & 0xFFFF_FFFF]
     scores = (pair_counts - MIN_COUNT) / product * number
@@ -129,11 +133,15 @@ def _frequent_pairs(text: CodedText, part: int, parts: int) -> tuple[np.ndarray,
             counted = _count(counted, waiting)
             waiting = []
         if counted.shape[1] > MOST_PAIRS:
-            halves = [_frequent_pairs(text, part + more, 2 * parts) for more in (0, parts)]
-            frequent, distinct = zip(*halves, strict=True)
-            return np.concatenate(frequent, axis=1), sum(distinct)
+            return _joined(_frequent_pairs(text, part + more, 2 * parts) for more in (0, parts))
     counted = _count(counted, waiting)
     return counted[:, counted[1] > MIN_COUNT], counted.shape[1]
+
+
+def _joined(parts: Iterable[tuple[np.ndarray, int]]) -> tuple[np.ndarray, int]:
+    """Return what `_frequent_pairs` has found in several parts."""
+    found = list(parts)
+    return np.concatenate([pairs for pairs, _ in found], axis=1), sum(count for _, count in found)
 
 
 def _count(counted: np.ndarray, waiting: list[np.ndarray]) -> np.ndarray:
@@ -186,7 +194,7 @@ def _join(
     counts = np.zeros(size, np.int64)
     firsts = np.full(size, -1, np.int64)
     is_taken = False
-    blocks = map_in_order(workers, join, zip(text.starts()))
+    blocks = map_in_order(workers, join, text.starts())
     for first, (block, takes_next) in zip(text.starts(), blocks, strict=True):
         if is_taken:  # seldom, so each block is joined before this is known
             block, takes_next = join(first, is_taken)

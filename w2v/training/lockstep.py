@@ -48,7 +48,7 @@ class Lockstep:
                 group = list(islice(drawn, BATCHES_PER_VOTE))
                 epochs = [batch.epochs_done for batch in group]
                 epochs += [end.epochs_done] * (BATCHES_PER_VOTE - len(group))
-                votes = self._ranks.all_gather_async(len(group), *self._vote(), *epochs)
+                votes = self._ranks.all_gather_async([len(group), *self._vote(), *epochs])
                 in_flight.append((group, votes))
             group, votes = in_flight.popleft()
             counts, status, save, *epochs_by_step = zip(*votes(), strict=True)

@@ -123,17 +123,10 @@ def choose(
         if model.sample > SAMPLE:
             kept = vocab.kept_counts(model.sample).sum() / vocab.counts.sum()
             reasons["model.sample"] = f"{model.sample:.2g} (trains on {kept:.0%} of the words)"
-    if model.shrink_by == "auto":
-        # Pairs of full windows take time beside the rest only where each center is a step.
-        centers = vocab.kept_counts(model.sample).sum() * train.epochs
-        has_time = not sequential or centers <= SHORT
-        if model.architecture == "skipgram" and model.shrink_windows and has_time:
-            model = replace(model, shrink_by="weigh")
-            reasons["model.shrink_by"] = "weigh (full windows, weighted by distance)"
-        else:
-            model = replace(model, shrink_by="draw")
+    has_time = not sequential or vocab.kept_counts(model.sample).sum() * train.epochs <= SHORT
+    model, of_windows = choose_windows(model, has_time)
     model, of_ngrams = choose_ngrams(model, vocab)
-    reasons |= of_ngrams
+    reasons |= of_windows | of_ngrams
     use = Use.of(replace(config, model=model), vocab, sentences)
     if not train.batch_size:
         size = batch_size(optimizer.name, use, sequential, gpus)
@@ -174,6 +167,19 @@ def choose(
             reasons["train.block_words"] = f"{words}: each batch mixes blocks of {words} words"
         train = replace(train, block_words=words)
     return Choice(replace(config, model=model, optimizer=optimizer, train=train), reasons)
+
+
+def choose_windows(model: ModelConfig, has_time: bool) -> tuple[ModelConfig, dict[str, str]]:
+    """Choose whether windows are drawn, or full ones weighted by distance.
+
+    Pairs of full windows take time beside the rest only where each center is a step.
+    """
+    if model.shrink_by != "auto":
+        return model, {}
+    if model.architecture == "skipgram" and model.shrink_windows and has_time:
+        reason = "weigh (full windows, weighted by distance)"
+        return replace(model, shrink_by="weigh"), {"model.shrink_by": reason}
+    return replace(model, shrink_by="draw"), {}
 
 
 def choose_ngrams(model: ModelConfig, vocab: Vocab) -> tuple[ModelConfig, dict[str, str]]:

@@ -286,7 +286,7 @@ def zeros_by_step(
     """
     while True:
         zeros = (
-            torch.zeros(ZEROS_AT_ONCE, *size, dtype=dtype, device=device).unbind()
+            torch.zeros((ZEROS_AT_ONCE, *size), dtype=dtype, device=device).unbind()
             for dtype, size in columns
         )
         yield from zip(*zeros, strict=True)

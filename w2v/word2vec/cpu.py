@@ -77,12 +77,13 @@ class ThreadGrads:
         memory = np.empty(size + LANES, np.float32)
         first = -(memory.ctypes.data // memory.itemsize) % LANES
         self.grad_NP = memory[first : first + size].reshape(-1, padded(dim))
-        grads = rows_nU, self.grad_NP.reshape(threads, most, padded(dim)), pairs_nU
+        grad_nUP = self.grad_NP.reshape(threads, most, padded(dim))
         # What threads write often is in cache lines of their own.
         count_n1 = np.zeros((threads, LANES), np.int64)[:, :1]
         starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)
-        owned = owned_rows_nU, owned_nU, starts_nO
-        self.of_all = cpu_loops.UniqueRows(index_nA, *grads, count_n1, *owned)
+        self.of_all = cpu_loops.UniqueRows(
+            index_nA, rows_nU, grad_nUP, pairs_nU, count_n1, owned_rows_nU, owned_nU, starts_nO
+        )
         # Sliced once: it takes longer than the centers of a small batch.
         self.of_thread = [*zip(*self.of_all, strict=True)]
         self.first_A = np.full(rows, -1, np.int32)
@@ -157,7 +158,8 @@ class CpuKernels(Kernels):
             yield torch.from_numpy(windows_B), torch.from_numpy(negatives_BK)
 
     def _draw_share(self, arguments: tuple, centers: int, thread: int) -> None:
-        cpu_loops.draw(*share(thread, self.threads.count, centers), *arguments)
+        begin, end = share(thread, self.threads.count, centers)
+        cpu_loops.draw(begin, end, *arguments)
 
     def subsample(
         self,

@@ -252,12 +252,15 @@ class Sampler:
         first, last = span
         edges_S = _copy(self.text.offsets_S, first, last + 1)
         trained_S = np.ones(last - first, np.bool_)
-        held_out = self.text.held_out[slice(*np.searchsorted(self.text.held_out, span))]
+        begin, end = np.searchsorted(self.text.held_out, span)
+        held_out = self.text.held_out[begin:end]
         trained_S[held_out - first] = False
         key = self._key(epoch, chunk, 0)
+        edges_S = edges_S - edges_S[0]
         words_n = self._read(span)
-        text = words_n, edges_S - edges_S[0], self._keep_V, trained_S
-        return self.subsample(key, *text, self.block_words, self._batch_size)
+        return self.subsample(
+            key, words_n, edges_S, self._keep_V, trained_S, self.block_words, self._batch_size
+        )
 
     def _read(self, span: Span) -> Tensor:
         """Return the words of a span, int32 on the device."""

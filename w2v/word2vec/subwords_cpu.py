@@ -118,11 +118,12 @@ class CpuSubwordKernels(SubwordKernels):
     def _lists(self, words_W: np.ndarray, most: int) -> list[tuple[np.ndarray, ...]]:
         """Return each owner's rows of words, see `list_words`; most: of all words."""
         threads = self.inner.threads
+        begin_V, rows_N = self._bags
 
         def list_owned(owner: int) -> tuple[np.ndarray, ...]:
             rows_U, begin_U, words_M = np.empty((3, most + 1), np.int32)
             lists = self._counts_A, rows_U, begin_U, words_M
-            count = list_words(owner, threads.count, words_W, *self._bags, *lists)
+            count = list_words(owner, threads.count, words_W, begin_V, rows_N, *lists)
             return rows_U[:count], begin_U[: count + 1], words_M[: begin_U[count]]
 
         return threads.run(list_owned)
@@ -161,7 +162,7 @@ class CpuSubwordKernels(SubwordKernels):
         composing_U, to_N = rows_N.unique(return_inverse=True)
 
         def spread(sums_U: torch.Tensor) -> torch.Tensor:
-            sums = sums_U.new_zeros(len(composing_U), *sums_U.shape[1:])
+            sums = sums_U.new_zeros((len(composing_U), *sums_U.shape[1:]))
             sums.index_add_(0, to_N, sums_U[is_input_U][place_N])
             return torch.cat([sums_U[~is_input_U], sums])
 

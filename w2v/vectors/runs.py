@@ -172,12 +172,8 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
 
 
 def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = None) -> Path:
-    """Return the file for a picture of runs: `to`, or `name` in it.
-
-    By default it is in the run folder, or in "pictures" beside the first of several.
-    """
-    folder = folders[0].parent / "pictures" if len(folders) > 1 else folders[0]
-    path = Path(to or folder)
+    """Return `to`, or `name` in that folder, the run's or that of several."""
+    path = Path(to or (folders[0].parent if len(folders) > 1 else folders[0]))
     return path / name if to is None or path.is_dir() else path
 
 
@@ -196,8 +192,8 @@ def read(folder: Path) -> Run:
         settings = flat_config(config) | {"corpus.path": config.corpus.paths}
         scores = UNFINISHED | json.loads(texts["scores.json"] or "{}")
         run = Run(folder, settings, scores, metrics, texts["env.txt"])
-        check_numbers([scores[name] for name in COSTS])
-        check_numbers([*figures(run).values(), *run.popular.values()])
+        costs = [scores[name] for name in COSTS]
+        check_numbers([*costs, *figures(run).values(), *run.popular.values()])
     # A run that still trains, or was killed, may leave its last line half-written.
     whole = texts["metrics.jsonl"].split("\n")[:-1]
     for text in whole:
@@ -441,7 +437,7 @@ def markdown(columns: Columns) -> str:
 
 
 def markup(text: object) -> str:
-    """Escape text for Markdown, its tables and HTML."""
+    """Escape text for Markdown and its tables, HTML, SVG and plotly."""
     return printable(str(text)).translate(MARKUP)
 
 

@@ -200,6 +200,7 @@ def test_a_comparison_has_groups_bands_verdicts_and_the_best(tmp_path):
     page = report.write([tmp_path])
     text = page.read_text(encoding="utf-8")
     assert "Adam &gt; SGD (p &lt; .001)" in text and text.count("★") == 1
+    assert "tested by the mean of all scores" in text
     rows = re.findall(r"<tr>(<td>.*?)</tr>", text)
     assert "Adam" in rows[0] and "★" in rows[0] and "SGD" in rows[1] and "★" not in rows[1]
     assert "42.0 ± 1.0" in rows[0] and "22.0 ± 1.0" in rows[1]

@@ -173,13 +173,11 @@ def test_error_ends_all_ranks_and_is_printed_once(
     assert len([line for line in errors if message in line]) in times, output
 
 
-def test_dry_run_of_ranks_compares_them_with_one(programs, arguments, tmp_path):
+def test_dry_run_times_ranks_and_leaves_nothing(programs, arguments, tmp_path):
     its = *arguments, f"run.dir={tmp_path}", "train.batch_size=64", "--gpus", RANKS, "--dry-run"
     status, output = programs.run(*its, forked=True)
-    assert status == 0, output
-    [all_ranks, alone] = re.findall(r"^(?:time|one rank) +about .* M words/s.*", output, re.M)
-    assert re.search(rf"; {RANKS} ranks are [\d.]+ times as fast$", alone), output
-    assert "times as fast" not in all_ranks and not list(tmp_path.iterdir()), output
+    assert status == 0 and len(re.findall(r"^time +about .* M words/s", output, re.M)) == 1, output
+    assert not list(tmp_path.iterdir()), output
 
 
 def test_option_gpus_starts_ranks(programs, arguments, tmp_path, undisturbed):

@@ -127,26 +127,35 @@ def script(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("script")
 def test_a_page_and_a_table_of_any_values(tmp_path, capsys):
     """Give all scores and metrics, or all settings, one wrong value."""
-    folder = tmp_path / "runs"
-    make_run(folder / "whole")
-    for name, value in VALUES.items():
-        run = make_run(folder / f"{name}\x1b[2J\n")
-        scores = dict.fromkeys(whole_scores(), value)
-        (run / "scores.json").write_text(json.dumps(scores))
+    for number, (name, value) in enumerate(VALUES.items()):
+        folder = tmp_path / str(number)
+        make_run(folder / "whole")
+        run = make_run(folder / f"{name}\x1b[2J")
         lines = [json.dumps(dict.fromkeys(line, value)) + "\n" for line in LINES]
         (run / "metrics.jsonl").write_text("".join(lines))
+        use_commands(folder, capsys, (0,))
+        scores = dict.fromkeys(whole_scores(), value)
+        (run / "scores.json").write_text(json.dumps(scores))
+        use_commands(folder, capsys, (0, 2))
+        (run / "scores.json").unlink()
         config = yaml.safe_load((run / "config.yaml").read_text())
         config = {section: dict.fromkeys(keys, value) for section, keys in config.items()}
-        refused = write_run(tmp_path / "refused" / name, metrics=LINES)
-        (refused / "config.yaml").write_text(json.dumps(config))
-    for command in (["report"], ["compare", "--to", str(tmp_path / "out")]):
-        assert evaluate.main([*command, str(folder)]) == 0
-        output = "".join(capsys.readouterr())
-        assert "Traceback" not in output and "\x1b" not in output
-    for run in (tmp_path / "refused").iterdir():
-        assert evaluate.main(["report", str(run)]) == 2
-        error = capsys.readouterr().err
-        assert "is not a whole run folder" in error and error.count("\n") == 1
+        (run / "config.yaml").write_text(json.dumps(config))
+        assert evaluate.main(["report", str(folder)]) == 2
+        assert_refused(capsys.readouterr().err)
+
+
+def use_commands(folder, capsys, statuses):
+    for command in (["report"], ["compare", "--to", str(folder / "out")]):
+        status = evaluate.main([*command, str(folder)])
+        out, error = capsys.readouterr()
+        assert status in statuses and "\x1b" not in out + error
+        if status:
+            assert_refused(error)
+
+
+def assert_refused(error):
+    assert "is not a whole run folder" in error and error.count("\n") == 1
 
 
 FILES = "config.yaml", "scores.json", "metrics.jsonl", "env.txt"

@@ -222,7 +222,7 @@ def test_files_of_an_earlier_step_are_refused_and_then_removed(tmp_path):
     saved_by(1, tmp_path, step=7)
     export.save(load(tmp_path), tmp_path, ["txt"])
     assert load_words(tmp_path / "vectors.txt").index_to_key == ROWS
-    for name in ("map.svg", "report.html", "report.js", "scores.json", "README.md", "train.log"):
+    for name in ("map.svg", "report.html", "report.js", "scores.json", "train.log"):
         (tmp_path / name).write_text("x")
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     load(tmp_path)

@@ -92,10 +92,10 @@ def test_groups_are_those_of_the_vectors():
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"]])
-def test_pictures_of_several_runs_have_a_folder(tmp_path, names):
+def test_pictures_of_several_runs_are_beside_them(tmp_path, names):
     folders = [tmp_path / name for name in names]
-    expected = tmp_path / ("a" if len(names) == 1 else "pictures") / "x.png"
-    assert picture_path(folders, "x.png") == expected
+    expected = tmp_path / "a" if len(names) == 1 else tmp_path
+    assert picture_path(folders, "x.png") == expected / "x.png"
     assert picture_path(folders, "x.png", tmp_path) == tmp_path / "x.png"
     assert picture_path(folders, "x.png", tmp_path / "y.png") == tmp_path / "y.png"
 

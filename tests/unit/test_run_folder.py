@@ -183,7 +183,7 @@ def test_rank_that_does_not_see_the_folder_is_named(tmp_path):
 
 def test_a_resumed_run_removes_its_scores_and_pictures(tmp_path):
     folder = begun(tmp_path)
-    for name in ("vectors.kv", "scores.json", "README.md", "map.svg", "report.html", "report.js"):
+    for name in ("vectors.kv", "scores.json", "map.svg", "report.html", "report.js"):
         (folder / name).touch()
     run_folder.begin(folder, config_for(tmp_path), "python 3\n")
     assert sorted(os.listdir(folder)) == ["config.yaml", "env.txt", "vectors.kv"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import hashlib
 import json
 import logging
@@ -34,15 +33,12 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.system import console
-from w2v.system.files import atomic_path, naming_file, one_line
+from w2v.system.files import atomic_path, naming_file
 from w2v.system.process import Signals, cores, describe_environment, forked, open_gpu
 from w2v.system.timeline import Timeline
 
 if TYPE_CHECKING:
     from w2v.api.vectors import Vectors
-    from w2v.distributed.ranks import Ranks
-    from w2v.text import Corpus, Vocab
-    from w2v.training.trainer import Trial
 
 STDIN = "-"
 SWITCH_SECONDS = 0.0005  # after which a thread that waits for Python gets it
@@ -201,7 +197,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
     # Plan, and check that it fits.
     timeline.begin("set-up")
     with signals.deferred(), ranks.reraise():
-        given = config
         planned = plan.make_plan(config, opened, folder, ranks)
         config = planned.config  # with a value for each `auto`
         console.log.info(plan.describe(planned))
@@ -213,9 +208,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
         trial = trainer.Trial.of(loop, planned.corpus.raw_words, ranks)
         if ranks.rank == 0:
             console.show(f"time      {trial}")
-        if ranks.size > 1:
-            del planned, loop  # their memory is needed again
-            try_alone(given, opened, trial, ranks)
         ranks.leave()
         return None
 
@@ -248,30 +240,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             job.export()
     ranks.leave()
     return folder if leads else None
-
-
-def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks: Ranks) -> None:
-    """Train on rank 0 alone, and print how fast all are beside it."""
-    import torch
-
-    from w2v.training import build, plan, trainer
-
-    gc.collect()
-    ranks.all_gather(None)  # no rank has tables any more
-    if ranks.rank:
-        return
-    torch.set_num_threads(cores())
-    try:
-        planned = plan.make_plan(config, opened)
-        planned.check()
-        alone = trainer.Trial.of(build.build(planned), planned.corpus.raw_words)
-    except (ConfigError, MemoryError) as error:
-        console.show(f"one rank  cannot train this: {one_line(error)}")
-        return
-    gain = ""
-    if trial.rate and alone.rate:
-        gain = f"; {ranks.size} ranks are {trial.rate / alone.rate:.2f} times as fast"
-    console.show(f"one rank  {alone}{gain}")
 
 
 def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[str]]:

@@ -32,7 +32,7 @@ from w2v.text.vocab import Vocab
 from w2v.training import save_timer
 from w2v.training.lockstep import Decision, Lockstep
 from w2v.training.metrics import Curve, LinkUse, Metrics
-from w2v.vectors import evaluate, export, query, report
+from w2v.vectors import evaluate, export, query
 from w2v.vectors.datasets import ITEMS, RESTRICT_VOCAB, read_items
 from w2v.vectors.export import Composed
 from w2v.word2vec.batch import Batch, Position
@@ -400,7 +400,7 @@ class Trainer:
                 self.checkpoints.wait()
 
     def _write_vectors(self, results: dict[str, Any]) -> None:
-        """Write vectors, words, scores and the model card on rank 0."""
+        """Write vectors, words and scores on rank 0."""
         inputs = self._step.inputs
         weights_ND = self._scored_vectors()
         blocks = export.in_order(inputs, self.ranks, len(self.vocab.words))
@@ -430,7 +430,7 @@ class Trainer:
     def _report(
         self, scores: evaluate.Scores, examples: Iterable[str], results: dict[str, Any]
     ) -> None:
-        """Write scores and the model card; log them."""
+        """Write scores, and log them."""
         folder = self.folder
         last = {similarity.name: similarity.spearman for similarity in scores.similarities}
         last["analogies"] = scores.analogies.total.accuracy
@@ -438,7 +438,6 @@ class Trainer:
         self.metrics.send(last)
         content = as_json(evaluate.as_dict(scores) | results, indent=1)
         atomic_write(folder / "scores.json", content)
-        report.write_card(folder, self.vocab)
         sections, sums = evaluate.report(scores)
         if sections:
             log.debug(f"{sections}\n")
@@ -449,7 +448,6 @@ class Trainer:
             RESULTS,
             f"\n{sums}\n\n"
             f"run folder   {folder}\n"
-            f"model card   {folder / 'README.md'}\n"
             f"in gensim    KeyedVectors.load({str(folder / 'vectors.kv')!r})\n"
             f"ask it       w2v nn {quote(str(folder))} WORD ...",
         )

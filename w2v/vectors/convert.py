@@ -17,7 +17,6 @@ from w2v.system.files import apply_umask
 from w2v.vectors.manifest import FILES, VectorsError
 
 UNKNOWN = "[UNK]"
-INSTALL = {"pyarrow": "pip install pyarrow", "usearch.index": "pip install usearch"}
 
 
 def write(name: str, words: Sequence[str], vectors_VD: np.ndarray, folder: Path) -> None:
@@ -56,7 +55,8 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise VectorsError(f"{name} is not installed: {INSTALL[name]}") from None
+        package = name.partition(".")[0]
+        raise VectorsError(f"{package} is not installed: pip install {package}") from None
 
 
 def _write_static(words: Sequence[str], vectors_VD: np.ndarray, folder: Path) -> None:

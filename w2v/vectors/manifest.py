@@ -18,7 +18,7 @@ from w2v.system.files import atomic_write, hash_file, refused
 SUMS = "vectors.sha256"
 STEP = "# step "
 VECTORS = "vectors.*"  # this manifest too
-DERIVED = "scores.json", "README.md", "map.svg", "report.html", "report.js"  # from the vectors
+DERIVED = "scores.json", "map.svg", "report.html", "report.js"  # from the vectors
 STATIC = "static_embedding"  # a folder
 FILES = {  # for other programs, by format
     "safetensors": "vectors.safetensors",

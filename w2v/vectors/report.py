@@ -1,4 +1,4 @@
-"""Write documents about runs: HTML page, map of words, model card.
+"""Write pictures of runs: an HTML page, and a map of words.
 
 The page is drawn by plotly, whose script is one file for all pages of a folder of runs. Words and
 neighbors are in report.js beside the page. Text that comes from a run, such as its words, is
@@ -22,12 +22,9 @@ from urllib.parse import quote
 
 import numpy as np
 from jinja2 import Template
-from markupsafe import escape
 
 from w2v.system.files import atomic_write, printable
-from w2v.text.vocab import Vocab
 from w2v.vectors import load, runs
-from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.runs import SCRIPT, Comparison, Row, markup
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -62,7 +59,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None, with_map: b
         paths: Run folders, folders of run folders, or "latest"; runs may be unfinished. Or one
             file of vectors, whose words the page shows.
         to: The file, or a folder for report.html; by default in the run folder, or beside
-            several runs in the folder "pictures", or beside the file of vectors.
+            several runs, or beside the file of vectors.
         with_map: Whether words have places on a map, which takes seconds.
     """
     given = [Path(path) for path in paths if Path(path).name != SCRIPT]
@@ -127,11 +124,6 @@ def _shown(value: Any) -> Any:
     return printable(value.replace(" +- ", " ± "), keep="\n") if type(value) is str else value
 
 
-def _name(text: str) -> str:
-    """Return text for plotly and SVG, which read it as HTML."""
-    return str(escape(printable(text)))
-
-
 def _curves(rows: Sequence[Row]) -> dict[str, Any]:
     """Return plotly's figure of all metrics: means and bands of seeds."""
     traces: list[dict[str, Any]] = []
@@ -150,12 +142,9 @@ def _curves(rows: Sequence[Row]) -> dict[str, Any]:
             along = {axis: points[axis] for axis in ("words", "seconds")}
             color = COLORS[number % len(COLORS)]
             line = {"color": color, "dash": DASHES[number // len(COLORS) % len(DASHES)]}
-            trace: dict[str, Any] = {
-                "xaxis": f"x{panel}",
-                "yaxis": f"y{panel}",
-                "legendgroup": number,
-            }
-            trace |= {"name": _name(row.name), "line": line, "mode": "lines+markers", "meta": along}
+            trace: dict[str, Any] = {"xaxis": f"x{panel}", "yaxis": f"y{panel}"}
+            trace |= {"name": markup(row.name), "line": line, "legendgroup": number}
+            trace |= {"mode": "lines+markers", "meta": along}
             traces.append(trace | {"y": points["mean"], "showlegend": number not in named})
             named.add(number)
             if len(row.runs) > 1:
@@ -204,11 +193,11 @@ def word_map(kv: load.Words, file: Path, words: int) -> Path:
         letters = len(word) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in word)
         columns = range(int(x / 8), int((x + 10 + 0.6 * size * letters) / 8) + 1)
         cells = set(product(columns, (int(y / 16), int(y / 16) + 1)))
-        shown = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{_name(word)}</title></circle>'
+        shown = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{markup(word)}</title></circle>'
         if taken.isdisjoint(cells):
             taken |= cells
             place = f'x="{x + 5:.0f}" y="{y + 5:.0f}" font-size="{size:.0f}"'
-            shown += f"<text {place}>{_name(word)}</text>"
+            shown += f"<text {place}>{markup(word)}</text>"
         parts.append(f'<g fill="{COLORS[group_N[rank]]}">{shown}</g>\n')
     head = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE} {SIDE}"'
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -237,46 +226,3 @@ def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     with import_module("threadpoolctl").threadpool_limits(1):
         near.fit(first_LD, tsne.fit_transform(first_LD))
         return near.predict(unit_ND), kmeans.fit(first_LD).predict(unit_ND)
-
-
-def write_card(folder: Path, vocab: Vocab) -> None:
-    """Write README.md, the model card, into the folder of a finished run."""
-    run = runs.read(folder)
-    settings = run.settings
-    # Settings, scores and costs, as `w2v compare` has them, a row for each.
-    columns = runs.table(runs.rows([run])).items()
-    figures = "\n".join(f"| {markup(name)} | {markup(cell)} |" for name, [cell] in columns)
-    path = markup(settings["corpus.path"])
-    card = f"""# Word vectors of {path}
-
-```python
-from gensim.models import KeyedVectors
-
-vectors = KeyedVectors.load("vectors.kv")
-vectors.most_similar({vocab.words[0]!r})
-```
-
-| | |
-|---|---|
-| text | {path}: {vocab.raw_words:,} words, {vocab.raw_types:,} distinct |
-| vocabulary | {len(vocab.words):,} words; min_count {settings["vocab.min_count"]} |
-| training | {run.scores["words"]:,} words in {run.scores["seconds"]:.1f} s |
-{figures}
-
-```
-{run.environment.rstrip()}
-```
-
-Analogies are Google's, answered among the {RESTRICT_VOCAB:,} most frequent words, by gensim's
-protocol; those of unknown words are not counted. Word pairs have Spearman's correlation with human
-judgement. The loss is that of a positive pair.
-
-## Settings
-
-`w2v train config.yaml` trains it again.
-
-```yaml
-{(folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
-```
-"""
-    atomic_write(folder / "README.md", card)

@@ -36,21 +36,15 @@ ARGUMENTS = "optimizer.args"  # settings of their own
 UNSCORED = (-1.0, -math.inf)  # quality
 TESTED = 10  # rows beside the best one
 
-# What is read of a run folder: the default of each key, which tells its type; None is a number that
-# may be missing. Any other value, such as NaN, is replaced by the default. `...` is any key.
-SHARE = {"accuracy": None, "counted": None}
-QUESTIONS = {"total": SHARE, "answers": "", "sections": [SHARE]}
-SCORES = {
+COSTS = "words seconds loss held_out_loss bytes_host bytes_gpu".split()
+UNFINISHED = {  # scores of a run that has none
     "diverged": "",  # the reason
-    "analogies": QUESTIONS,
-    "questions": {...: QUESTIONS},
-    "similarity": {...: {"spearman": None, "answers": ""}},
-    **dict.fromkeys("words seconds loss held_out_loss bytes_host bytes_gpu".split()),
+    "analogies": {"total": {"accuracy": None, "counted": 0}},
+    "questions": {},
+    "similarity": {},
+    **dict.fromkeys(COSTS),
 }
-LINE = {  # of metrics.jsonl
-    "phase": "",
-    **dict.fromkeys("epoch words seconds loss held_out_loss analogies words_per_s".split()),
-}
+CURVES = "epoch words seconds loss held_out_loss analogies words_per_s".split()  # of metrics.jsonl
 LARGEST = 1e15  # above all numbers that a run writes; plots overflow at far greater ones
 # Of numbers, by the end of their heading.
 FORMATS = {"loss": ".4f", "%": ".1f", "questions": ".0f", "MiB": ".0f", "s": ".2f", "": ".3f"}
@@ -69,25 +63,30 @@ class Run:
 
     folder: Path
     settings: dict[str, Any]  # the config by dotted name, such as "optimizer.lr"
-    scores: dict[str, Any]  # as in SCORES
-    metrics: list[dict[str, Any]]  # as in LINE
+    scores: dict[str, Any]  # of scores.json
+    metrics: list[dict[str, Any]]  # lines of metrics.jsonl, with all of CURVES
     environment: str = ""  # versions and hardware
 
     @cached_property
     def sets(self) -> dict[str, tuple[float | None, str]]:
         """Score (a share) and answers of each set by its heading."""
-        similarity = self.scores["similarity"]
-        found = {title(name): (of["spearman"], of["answers"]) for name, of in similarity.items()}
-        for name, of in {"analogies": self.scores["analogies"], **self.scores["questions"]}.items():
-            total = of["total"]
-            found[f"{name} %"] = total["accuracy"] if total["counted"] else None, of["answers"]
-        return {"analogies %": found.pop("analogies %"), **found}
+        sets = {"analogies %": self.scores["analogies"]}
+        sets |= {title(name): pairs for name, pairs in self.scores["similarity"].items()}
+        sets |= {f"{name} %": of for name, of in self.scores["questions"].items()}
+        found = {}
+        for heading, of in sets.items():
+            score = of.get("spearman")
+            if total := of.get("total"):
+                score = total["accuracy"] if total["counted"] else None
+            found[heading] = score, str(of.get("answers", ""))
+        return found
 
     @property
     def popular(self) -> dict[str, float]:
         """Scores of the most frequent items, which others must exceed."""
-        scored = {name: of["sections"][1:] for name, of in self.scores["questions"].items()}
-        return {name: scored[name][0]["accuracy"] or 0 for name in ITEM_SCORES if scored.get(name)}
+        questions = self.scores["questions"]
+        scored = {name: questions[name]["sections"][1] for name in ITEM_SCORES if name in questions}
+        return {name: section["accuracy"] for name, section in scored.items()}
 
     def curve(self, name: str) -> list[tuple[float, float, float]]:
         """Return points (words, seconds, metric); the last is the final score.
@@ -173,19 +172,15 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
 
 
 def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = None) -> Path:
-    """Return the file for a picture of runs: `to`, or `name` in it.
-
-    By default it is in the run folder, or in "pictures" beside the first of several.
-    """
-    folder = folders[0].parent / "pictures" if len(folders) > 1 else folders[0]
-    path = Path(to or folder)
+    """Return `to`, or `name` in that folder, the run's or that of several."""
+    path = Path(to or (folders[0].parent if len(folders) > 1 else folders[0]))
     return path / name if to is None or path.is_dir() else path
 
 
 def read(folder: Path) -> Run:
     """Read config.yaml, metrics.jsonl and what else the run has written."""
     texts = dict.fromkeys(("metrics.jsonl", "scores.json", "env.txt"), "")
-    metrics = []
+    metrics: list[dict[str, Any]] = []
     remedy = "leave it out, or train it again"
     with refused(RunError, f"{folder} is not a whole run folder", remedy):
         for file in (folder / name for name in ("config.yaml", *texts)):
@@ -194,33 +189,29 @@ def read(folder: Path) -> Run:
             if file.exists() or file.name in ("config.yaml", "metrics.jsonl"):
                 texts[file.name] = file.read_text(encoding="utf-8", errors="replace")
         config = load_config([folder / "config.yaml"], trains=False)
-        scores = dict(json.loads(texts["scores.json"] or "{}"))
+        settings = flat_config(config) | {"corpus.path": config.corpus.paths}
+        scores = UNFINISHED | json.loads(texts["scores.json"] or "{}")
+        run = Run(folder, settings, scores, metrics, texts["env.txt"])
+        costs = [scores[name] for name in COSTS]
+        check_numbers([*costs, *figures(run).values(), *run.popular.values()])
     # A run that still trains, or was killed, may leave its last line half-written.
     whole = texts["metrics.jsonl"].split("\n")[:-1]
-    for line in whole:
-        with contextlib.suppress(ValueError, RecursionError):
-            metrics.append(_fitted(json.loads(line), LINE))
+    for text in whole:
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            line = dict.fromkeys(CURVES) | json.loads(text)
+            check_numbers([line[name] for name in CURVES])
+            metrics.append(line)
     if damaged := len(whole) - len(metrics):
         left_out = f"{damaged} of {len(whole)} lines are damaged and left out"
         log.warning(f"{folder / 'metrics.jsonl'}: {left_out}")
-    settings = flat_config(config) | {"corpus.path": config.corpus.paths}
-    return Run(folder, settings, _fitted(scores, SCORES), metrics, texts["env.txt"])
+    return run
 
 
-def _fitted(value: Any, shape: Any) -> Any:
-    """Return what fits a shape such as SCORES, and defaults for the rest."""
-    if isinstance(shape, (dict, list)) and not isinstance(value, type(shape)):
-        value = type(shape)()
-    if isinstance(shape, list):
-        return [_fitted(item, shape[0]) for item in value]
-    if isinstance(shape, dict):
-        if ... in shape:
-            return {key: _fitted(value[key], shape[...]) for key in value}
-        return {key: _fitted(value.get(key), shape[key]) for key in shape}
-    is_number = type(value) in (int, float) and abs(value) < LARGEST  # not if it is NaN
-    if isinstance(value, str) == isinstance(shape, str) and (is_number or isinstance(value, str)):
-        return value
-    return shape
+def check_numbers(values: Iterable[float | None]) -> None:
+    """Raise an error unless each value that is there is a finite number."""
+    for value in values:
+        if value is not None and not abs(value) < LARGEST:
+            raise ValueError(f"{value} is not a number that a run writes")
 
 
 def scale(heading: str) -> int:
@@ -450,7 +441,7 @@ def markdown(columns: Columns) -> str:
 
 
 def markup(text: object) -> str:
-    """Escape text for Markdown, its tables and HTML."""
+    """Escape text for Markdown and its tables, HTML, SVG and plotly."""
     return printable(str(text)).translate(MARKUP)
 
 

@@ -255,9 +255,7 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
     assert torch_cache.stats[:3] == listed.stats[:3]
     assert torch_cache.stats.rows_written > 1000
     assert torch_cache.planner._limit == listed.planner.counters[4] > 1
-    rows_U, slots_U = map(torch.cat, zip(*listed.planner.cached_rows(), strict=True))
-    assert torch.equal(listed.slots_of(rows_U).long(), slots_U)
-    assert len(rows_U) == slots
+    assert int((listed.planner.slot_of_A != slots).sum()) == slots
     for cache in caches:
         cache.records_SR *= -1
         cache.flush()

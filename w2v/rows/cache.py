@@ -34,6 +34,8 @@ from w2v.rows.moves import GpuPlanner, PageRows, TorchPlanner
 from w2v.rows.ops import View
 from w2v.rows.table import Table
 
+FLUSHED_ROWS = 1 << 24  # of a table, cached or not, that `flush` handles at a time
+
 
 class TransferStats(NamedTuple):
     """What has crossed the link between CPU and GPU so far."""
@@ -106,8 +108,8 @@ class RowCache(Engine):
         table: The table.
         slots: Capacity of the cache in rows.
         device: The compute device.
-        by_row: Whether there is an array with the slot of each row, as a `view` has it. Without it
-            a cache planned on the GPU takes one byte for each row.
+        is_timed: Whether `stats` have the time of waits. Of pages of one batch, to take it would
+            cost as much as two launches.
         planner: By default the one that suits the link.
     """
 
@@ -118,7 +120,7 @@ class RowCache(Engine):
         table: Table,
         slots: int,
         device: torch.device,
-        by_row: bool = True,
+        is_timed: bool = True,
         planner: type[TorchPlanner] | type[GpuPlanner] | None = None,
     ):
         assert table.rows < 2**31, "rows are counted in 32 bits"
@@ -129,9 +131,9 @@ class RowCache(Engine):
         self.records_SR = torch.empty(slots + 1, table.width, dtype=table.dtype, device=device)
         if planner is None:
             planner = GpuPlanner if isinstance(self._link, MappedLink) else TorchPlanner
-        self.planner = planner(slots, table.rows, device, by_row)
+        self.planner = planner(slots, table.rows, device)
         self._view = View(self.records_SR, self.planner.slot_of_A)
-        self._is_timed = by_row  # of pages of a batch, it would cost as much as two launches
+        self._is_timed = is_timed
         self._plan = 0
         self._is_whole = True  # no error came between a plan and its moves
         self._second_plan_done = True  # or not needed: all rows of the page have slots
@@ -150,12 +152,11 @@ class RowCache(Engine):
         return TransferStats(used, read, written, self._waits.seconds)
 
     def view(self) -> View:
-        assert self._view.slot_of_A is not None, "the slots are in an array"
         self.wait()
         return self._view
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
-        return self.planner.slots_of(rows_U)
+        return self.planner.slot_of_A.index_select(0, rows_U)
 
     def prefetch(self, page: PageRows) -> None:
         """Plan on the current stream, and start the moves for the next page."""
@@ -187,7 +188,9 @@ class RowCache(Engine):
         self._finish_plan()
         self._wait(self._arrived)
         # The rows stay cached as well, so training goes on without reading them again.
-        for rows_U, slots_U in self.planner.cached_rows():
+        for first, slot_of_a in enumerate(self.planner.slot_of_A.split(FLUSHED_ROWS)):
+            cached_U = torch.nonzero(slot_of_a != self.slots).flatten()
+            rows_U, slots_U = cached_U + first * FLUSHED_ROWS, slot_of_a[cached_U].long()
             self._link.write(self._table.records_VR, rows_U, self.records_SR, slots_U)
         if self._reads:
             current_stream().synchronize()

@@ -383,7 +383,7 @@ class CachedLink(Link):
     def _new_cache(self) -> Engine:
         if self.slots == self._table.rows:
             return Engine(self._table, self._device)
-        return RowCache(self._table, self.slots, self._device, by_row=False)
+        return RowCache(self._table, self.slots, self._device, is_timed=False)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.

@@ -5,7 +5,7 @@ Shapes: S slots, A rows, W words of bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +15,14 @@ from w2v.rows.launch import THREADS, blocks_for, c_struct, kernel
 from w2v.rows.link import Link
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
-# As in cache.cu: bits of a row's number of uses, the limit at which all numbers are halved, and the
-# words that share a number in SlotMap.
+# As in cache.cu: bits of a row's number of uses, and the limit at which all numbers are halved.
 USE_BITS = 4
 HIGHEST_LIMIT = 12
-GROUP_WORDS = 4
 AGE = 2048  # plans after which numbers of uses are halved, whatever the limit is
-LISTED_WORDS = 1 << 16  # words of bits that `cached_rows` expands at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
 # for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures).
 EXCHANGE_BLOCKS = 16
-Rows, RowCounts, SlotMap, Wanted, PlanSlots = (
-    c_struct("cache.cu", name) for name in ("Rows", "RowCounts", "SlotMap", "Wanted", "PlanSlots")
-)
+Rows, RowCounts, Wanted = (c_struct("cache.cu", name) for name in ("Rows", "RowCounts", "Wanted"))
 NOTHING = Wanted(marks=None, used_soon=None, uses=None, is_counted=False, halve=False)
 
 
@@ -63,14 +58,13 @@ class PageRows(NamedTuple):
 class TorchPlanner:
     """Plans the moves of a cache in plain torch.
 
-    It is the specification of `GpuPlanner`, which has the same arguments. Slots are by row in any
-    case.
+    It is the specification of `GpuPlanner`, which has the same arguments.
 
     Attributes:
         slot_of_A: int32, the slot of each row; S for rows that are not cached.
     """
 
-    def __init__(self, slots: int, rows: int, device: torch.device, by_row: bool = True):
+    def __init__(self, slots: int, rows: int, device: torch.device):
         self._capacity = slots
         self.slot_of_A = torch.full((rows,), slots, dtype=torch.int32, device=device)
         # Rows of the last two plans, cached rows, rows evicted last.
@@ -173,33 +167,22 @@ class TorchPlanner:
         """Return how many rows were used, read and written so far."""
         return self._used, self._read, self._written
 
-    def slots_of(self, rows_U: Tensor) -> Tensor:
-        """Return the slots of rows, int32; S for rows that are not cached."""
-        return self.slot_of_A.index_select(0, rows_U)
-
-    def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield cached rows and their slots, int64, some at a time."""
-        rows_U = torch.nonzero(self._cached_A).flatten()
-        yield rows_U, self.slot_of_A[rows_U].long()
-
 
 class GpuPlanner:
     """Plans the moves of a cache on the GPU.
 
-    It keeps 4 + USE_BITS bits of each row, and the slots of cached rows: by row, or in the order of
-    the rows, which takes few bytes for each row. Rows with more uses than a limit are evicted last.
-    The limit rises where others do not suffice; numbers of uses are halved when it reaches
-    HIGHEST_LIMIT, and every AGE plans. The CPU never waits for a plan's result. The rows evicted
-    are those of a `TorchPlanner`, but where a page is replaced before it was used.
+    It keeps 4 + USE_BITS bits of each row, and its slot. Rows with more uses than a limit are
+    evicted last. The limit rises where others do not suffice; numbers of uses are halved when it
+    reaches HIGHEST_LIMIT, and every AGE plans. The CPU never waits for a plan's result. The rows
+    evicted are those of a `TorchPlanner`, but where a page is replaced before it was used.
 
     Args:
         slots: Capacity of the cache in rows.
         rows: Number of rows.
         device: The GPU.
-        by_row: Whether `slot_of_A` has the slot of each row.
 
     Attributes:
-        slot_of_A: int32; None without `by_row`.
+        slot_of_A: int32, the slot of each row; S for rows that are not cached.
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
@@ -207,11 +190,9 @@ class GpuPlanner:
             and rows that were refused since no slot is left at all.
     """
 
-    def __init__(self, slots: int, rows: int, device: torch.device, by_row: bool):
+    def __init__(self, slots: int, rows: int, device: torch.device):
         self._capacity, self._rows, self._device = slots, rows, device
-        self.slot_of_A: Tensor | None = None
-        if by_row:
-            self.slot_of_A = torch.full((rows,), slots, dtype=torch.int32, device=device)
+        self.slot_of_A = torch.full((rows,), slots, dtype=torch.int32, device=device)
         self._warps = -(-rows // WARP_ROWS)
         words = self._warps * WARP_ROWS // 32
         # Bits of rows that two plans want, cached rows, rows evicted last, and numbers of uses.
@@ -230,24 +211,11 @@ class GpuPlanner:
         self.moves = [Moves(none, none, none, of_plan) for of_plan in numbers]
         self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
-        if not by_row:
-            # Cached rows before each group of words, and their slots; the next plan writes these to
-            # the other list, and the two change places.
-            groups = words // GROUP_WORDS
-            self._before = torch.zeros(groups, dtype=torch.int32, device=device)
-            self._slots, self._old_slots = torch.empty(2, slots, dtype=torch.int32, device=device)
 
     def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
         """Do as `TorchPlanner.plan`."""
         is_final = in_use == number
         wanted = NOTHING if page is None else self._wanted_by(page, number)
-        if self.slot_of_A is None:
-            self._old_slots, self._slots = self._slots, self._old_slots
-            slots = PlanSlots(
-                slot_of=None, before=self._before, old_slots=self._old_slots, new_slots=self._slots
-            )
-        else:
-            slots = PlanSlots(slot_of=self.slot_of_A, before=None, old_slots=None, new_slots=None)
         rows = Rows(
             wanted=self._wanted[number % 2],
             in_use=None if is_final else self._wanted[in_use % 2],
@@ -273,13 +241,10 @@ class GpuPlanner:
             blocks,
             all=rows,
             counts=self._counts,
-            rows=slots,
+            slot_of=self.slot_of_A,
             moves=moves,
             next_wanted=self._wanted[(number + 1) % 2],
         )
-        if self.slot_of_A is None:
-            blocks = blocks_for(moves.loaded.shape[0])
-            kernel("cache.cu", "fill_slots")(blocks, map=self._slot_map, moves=moves)
 
     def _wanted_by(self, page: PageRows, number: int) -> Any:
         """Return struct Wanted of a page, with room for its moves."""
@@ -327,41 +292,6 @@ class GpuPlanner:
         """Do as `TorchPlanner.counts`."""
         _, used, read, written, _ = self.counters.tolist()
         return used, read, written
-
-    def slots_of(self, rows_U: Tensor) -> Tensor:
-        """Do as `TorchPlanner.slots_of`."""
-        if self.slot_of_A is not None:
-            return self.slot_of_A.index_select(0, rows_U)
-        count = rows_U.shape[0]
-        slots_U = torch.empty(count, dtype=torch.int32, device=self._device)
-        kernel("cache.cu", "find_slots")(
-            blocks_for(count),
-            map=self._slot_map,
-            rows=rows_U,
-            count=count,
-            none=self._capacity,
-            found=slots_U,
-        )
-        return slots_U
-
-    def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Do as `TorchPlanner.cached_rows`."""
-        if self.slot_of_A is not None:
-            rows_U = torch.nonzero(self.slot_of_A != self._capacity).flatten()
-            yield rows_U, self.slot_of_A[rows_U].long()
-            return
-        bits_B = torch.arange(32, dtype=torch.int32, device=self._device)
-        first_slot = 0
-        for first in range(0, self._cached_W.shape[0], LISTED_WORDS):
-            bits_WB = self._cached_W[first : first + LISTED_WORDS, None] >> bits_B & 1
-            rows_U = torch.nonzero(bits_WB.flatten()).flatten() + 32 * first
-            slots_U = self._slots[first_slot : first_slot + len(rows_U)]
-            first_slot += len(rows_U)
-            yield rows_U, slots_U.long()
-
-    @property
-    def _slot_map(self) -> Any:
-        return SlotMap(cached=self._cached_W, before=self._before, slots=self._slots)
 
     def _mark(self, rows_U: Tensor, known: Tensor | None, words_W: Tensor) -> None:
         """Set the bits of rows."""

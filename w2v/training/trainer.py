@@ -376,8 +376,10 @@ class Trainer:
         scored = min(RESTRICT_VOCAB, len(self.vocab.words))
         if self.ranks.size == 1:
             return inputs["weight"][:scored].to(self._step.state.device)
-        blocks = list(export.in_order(inputs, self.ranks, scored))
-        return torch.from_numpy(np.concatenate(blocks)) if blocks else torch.empty(0, inputs.dim)
+        device, blocks = self._step.state.device, list(export.in_order(inputs, self.ranks, scored))
+        if not blocks:
+            return torch.empty(0, inputs.dim, device=device)
+        return torch.from_numpy(np.concatenate(blocks)).to(device)
 
     def _held_out_loss(self) -> float | None:
         if not self.held_out:

@@ -14,7 +14,6 @@
 constexpr int MOST_ROWS = 0x7fffffff;
 constexpr int USE_BITS = 4;        // of the number of uses of a row
 constexpr int HIGHEST_LIMIT = 12;  // of uses, at which all numbers are halved
-constexpr int GROUP = 4;           // words
 
 struct Totals {  // over all plans
     long long allocated;            // slots used so far; those from here on are empty
@@ -98,16 +97,6 @@ struct Wanted {
     bool halve;
 };
 
-// The slots of rows: slot_of, the slot of each row, updated when
-// the rows move (rows.cu), or else the SlotMap of `before` and old_slots. Then the slots of rows
-// that stay are copied to new_slots; `fill_slots` adds those of rows that enter.
-struct PlanSlots {
-    OPTIONAL const int* slot_of;
-    OPTIONAL int* before;
-    OPTIONAL const int* old_slots;
-    OPTIONAL int* new_slots;
-};
-
 // Count the moves of a plan.
 //
 // final: no other plan is computing, so a miss without a slot is refused.
@@ -182,55 +171,33 @@ extern "C" __global__ void survey(
     *done = 0;
 }
 
-// The slot of each cached row, in the order of the rows: no array has a number for each row.
-struct SlotMap {
-    const unsigned* cached;  // as in Rows
-    const int* before;       // number of cached rows before each GROUP of words
-    int* slots;
-
-    // Return the place of a row's slot.
-    __device__ int* at(long long row) const {
-        const long long word = row / 32;
-        int place = before[word / GROUP];
-        for (long long w = word / GROUP * GROUP; w < word; w++) place += __popc(cached[w]);
-        return slots + place + __popc(cached[word] & below(row % 32));
-    }
-};
-
 // List the rows to load, the first misses, and the slot of each; and the rows to evict, the last of
-// those evictable. all, counts: those of `survey`.
+// those evictable. all, counts: those of `survey`. slot_of: the slot of each row, updated when the
+// rows move (rows.cu).
 // next_wanted: bits of the next plan, which become 0; may be those in use.
 extern "C" __global__ void list(
-    Rows all, RowCounts counts, PlanSlots rows, Moves moves, unsigned* next_wanted) {
+    Rows all, RowCounts counts, const int* slot_of, Moves moves, unsigned* next_wanted) {
     const Plan* plan = moves.plan;
     int *loaded = moves.loaded, *evicted = moves.evicted, *slots = moves.slots;
-    const int *slot_of = rows.slot_of, *old_slots = rows.old_slots;
     if (warp_id() >= counts.stretches) return;
-    const long long first = 32 * warp_id(), word = first + lane_id();
+    const long long word = 32 * warp_id() + lane_id();
     const int into_empty = plan->into_empty, kept_first = plan->kept_first;
     const int kept_last = plan->kept_last, allocated = plan->allocated;
     const int loads = plan->loads;
     const int evicted_first = counts.evict_first[counts.stretches] - kept_first;
-    const unsigned had = all.cached[word];
-    int from = slot_of ? 0 : rows.before[first / GROUP];  // where the stretch's slots begin
-    const int word_from = from + prefix_sum(__popc(had)) - __popc(had);
     unsigned changed = 0;
     const auto evict = [&](unsigned bits, int sum, int offset) {
         each_bit(bits, word, sum, [&](int n, long long row) {
             if (n < 0) return;
-            const int at = offset + n;
-            evicted[at] = row;
-            slots[into_empty + at] =
-                slot_of ? slot_of[row] : old_slots[word_from + __popc(had & below(row % 32))];
+            evicted[offset + n] = row;
+            slots[into_empty + offset + n] = slot_of[row];
             changed |= 1u << row % 32;
         });
     };
-    const int first_sum = counts.evict_first[warp_id()] - kept_first;
-    const int last_sum = counts.evict_last[warp_id()] - kept_last;
     if (counts.evict_first[warp_id() + 1] > kept_first)
-        evict(all.evict_first(word), first_sum, 0);
+        evict(all.evict_first(word), counts.evict_first[warp_id()] - kept_first, 0);
     if (counts.evict_last[warp_id() + 1] > kept_last)
-        evict(all.evict_last(word), last_sum, evicted_first);
+        evict(all.evict_last(word), counts.evict_last[warp_id()] - kept_last, evicted_first);
     const int miss_sum = counts.misses[warp_id()];
     if (miss_sum < loads)
         each_bit(all.misses(word), word, miss_sum, [&](int n, long long row) {
@@ -239,37 +206,9 @@ extern "C" __global__ void list(
             if (n < into_empty) slots[n] = allocated + n;
             changed |= 1u << row % 32;
         });
-    const unsigned has = had ^ changed;
-    if (changed) all.cached[word] = has;
+    if (changed) all.cached[word] ^= changed;
     if (!plan->unplaced) all.late[word] = 0;
     next_wanted[word] = 0;  // last, as it may be in_use
-    if (slot_of) return;
-    int to = from + min(miss_sum, loads) - max(first_sum, 0) - max(last_sum, 0);
-#pragma unroll 8
-    for (int w = 0; w < 32; w++) {
-        const unsigned word_had = __shfl_sync(ALL, had, w), word_has = __shfl_sync(ALL, has, w);
-        if (w % GROUP == 0 && lane_id() == 0) rows.before[(first + w) / GROUP] = to;
-        if ((word_had & word_has) >> lane_id() & 1)
-            rows.new_slots[to + __popc(word_has & below(lane_id()))] =
-                old_slots[from + __popc(word_had & below(lane_id()))];
-        from += __popc(word_had);
-        to += __popc(word_has);
-    }
-}
-
-// Add the slots of the rows that enter.
-extern "C" __global__ void fill_slots(SlotMap map, Moves moves) {
-    each_thread(
-        moves.plan->loads, [&](long long n) { *map.at(moves.loaded[n]) = moves.slots[n]; });
-}
-
-// Find the slots of rows; `none` for a row that is not cached.
-extern "C" __global__ void find_slots(
-    SlotMap map, const long long* rows, long long count, int none, int* found) {
-    each_thread(count, [&](long long i) {
-        const bool is_cached = map.cached[rows[i] / 32] >> rows[i] % 32 & 1;
-        found[i] = is_cached ? *map.at(rows[i]) : none;
-    });
 }
 
 // Set the bits of rows, where a row's position is its number. known: as place_ids writes it, if the

@@ -96,10 +96,11 @@ class Vocab:
         """Write a header line, then word<TAB>count for each row; atomic."""
         header = f"# words {len(self.words)} raw_words {self.raw_words} raw_types {self.raw_types}"
         ends = np.flatnonzero(np.diff(self.counts, append=0)) + 1  # of words of the same count
+        parts = [f"{header}\n"]
+        for first, end in itertools.pairwise([0, *ends.tolist()]):
+            parts.append(f"\t{self.counts[first]}\n".join([*self.words[first:end], ""]))
         with atomic_path(path) as new, open(new, "w", encoding="utf-8", newline="\n") as file:
-            file.write(f"{header}\n")
-            for first, end in itertools.pairwise([0, *ends.tolist()]):
-                file.write(f"\t{self.counts[first]}\n".join([*self.words[first:end], ""]))
+            file.write("".join(parts))  # as one, as in `hash_file`
 
 
 def median_count(counts: np.ndarray) -> float:

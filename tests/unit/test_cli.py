@@ -89,6 +89,7 @@ MISTAKES = [
     ("sweep my.txt optimizer.lr=.1,.2", "name configs, such as adam"),
     ("compare adam --seeds 1,2", "--seeds: invalid int value: '1,2'"),
     ("compare adam --seeds 1 2 my.txt", "--seeds: invalid int value: 'my.txt'"),
+    ("compare adam sample", "sample trains on enwiki-sample.* write --base sample"),
     ("compare adam my.txt train.seed=5", "write --seeds 5, as last option"),
     ("sweep adam my.txt train.seed=1,2", "write --seeds 1 2, as last option"),
     ("sweep adam my.txt run.name=x", "run.name=x would be replaced"),

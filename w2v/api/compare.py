@@ -288,7 +288,19 @@ def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str
     if not files:
         given = " ".join(options.settings)
         raise ConfigError(f"{given!r} has no config; name configs, such as adam adamw")
+    if not options.corpora:
+        check_text(files, assignments, options.base)
     return files, assignments
+
+
+def check_text(files: Sequence[str], assignments: Sequence[str], base: str) -> None:
+    """Raise `ConfigError` if configs that are compared name different texts."""
+    texts = {path: load_config([base, path], assignments).corpus.paths for path in files}
+    common = load_config([base], assignments).corpus.paths
+    others = [path for path, text in texts.items() if text != common]
+    if others and len(others) < len(files):
+        differ = f"{others[0]} trains on {texts[others[0]]}, and others on {common}"
+        raise ConfigError(f"{differ}; write --base {others[0]}, or a text for all")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -454,7 +454,7 @@ def page(
     Args:
         model: The module around the embeddings.
         min_rows: Smallest table that is paged.
-        gpu_bytes: As for a `PagedEmbedding`.
+        gpu_bytes: As for a `PagedEmbedding`, where rows are used on a GPU.
         **settings: Further arguments of a `PagedEmbedding`. By default `storage` is "pinned" where
             there is a GPU, and `device` is that of the weights.
 
@@ -480,9 +480,11 @@ def page(
         rules = {name: getattr(module, name) for name in RULES if hasattr(module, name)}
         if kinds_of.setdefault(old, rules) != rules:
             raise ValueError(f"modules of one weight differ: {kinds_of[old]} and {rules}")
-        sizes = {"gpu_bytes": gpu_bytes, "device": old.device, "dtype": old.dtype}
+        given = {"device": old.device, "dtype": old.dtype} | settings
+        if torch.device(given["device"]).type == "cuda":
+            given["gpu_bytes"] = gpu_bytes
         shape = module.num_embeddings, module.embedding_dim
-        made = kinds[type(module)](*shape, init=old, **rules, **sizes | settings)
+        made = kinds[type(module)](*shape, init=old, **rules, **given)
         made.weight = weights.setdefault(old, made.weight.requires_grad_(old.requires_grad))
         return made
 

@@ -156,21 +156,21 @@ def batches(text, count, options, seed):
 def add_gradients(predict, ngrams, batch, options):
     """Add the gradients of a step; return the mean of its losses."""
     tokens, targets, ids = batch
-    leaf = [None] * options.accumulate
+    leaves = [None] * options.accumulate
     if ngrams:
         vectors = ngrams(ids)
-        leaf = vectors.detach().requires_grad_()  # collects the gradients of all micro-batches
+        leaves = [part.detach().requires_grad_() for part in vectors]  # of each micro-batch
     step_loss = torch.zeros((), device=tokens.device)
     for part in range(options.accumulate):
         is_last = part == options.accumulate - 1
         is_parallel = isinstance(predict, DistributedDataParallel)
         with predict.no_sync() if is_parallel and not is_last else contextlib.nullcontext():
             with autocast(tokens.device, options):
-                loss = predict(tokens[part], targets[part], leaf[part]) / options.accumulate
+                loss = predict(tokens[part], targets[part], leaves[part]) / options.accumulate
             loss.backward()
         step_loss += loss.detach()
     if ngrams:
-        vectors.backward(leaf.grad)
+        vectors.backward(torch.stack([leaf.grad for leaf in leaves]))
     return step_loss
 
 

@@ -13,6 +13,26 @@ import numpy as np
 
 OFFSET, PRIME = 2166136261, 16777619  # of FNV-1a
 CONTINUES, MASK = 0x80, 0xC0  # a byte that does not begin a character, under the mask
+MOST_BUCKETS = 2_000_000  # as in fastText
+ENGLISH, OTHERS = (3, 6), (2, 5)  # docs/dev/tuning.md: characters of n-grams, at least and at most
+ACCENTED = 0.02  # share of letters outside a to z from which a text is not English
+
+
+def lengths_of(words: Sequence[str]) -> tuple[tuple[int, int], float]:
+    """Return lengths of n-grams that suit words, and what chose them.
+
+    That is the share of letters outside a to z.
+    """
+    letters = "".join(words)
+    share = 1 - sum(map(str.isascii, letters)) / len(letters)
+    return ENGLISH if share < ACCENTED else OTHERS, share
+
+
+def buckets_of(words: Sequence[str], min_n: int, max_n: int) -> tuple[int, int]:
+    """Return buckets for the n-grams of words, and how many are distinct."""
+    _, hashes_N = hash_words(words, min_n, max_n)
+    distinct = len(np.unique(hashes_N))
+    return max(1, min(distinct, MOST_BUCKETS)), distinct
 
 
 def hash_words(words: Sequence[str], min_n: int, max_n: int) -> tuple[np.ndarray, np.ndarray]:

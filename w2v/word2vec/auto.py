@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from w2v.config import CONFIGS, Config, ConfigError, ModelConfig, OptimizerConfig, load_config
-from w2v.text.ngrams import hash_words
+from w2v.text.ngrams import buckets_of, lengths_of
 from w2v.text.vocab import Vocab, keep_probabilities
 
 # Constants, and the runs that they were fitted to: [22-3] is in tests/bench/results/ the file
@@ -32,9 +32,6 @@ SAMPLE = 1e-4  # [23-6] share of a text above which a word is subsampled, at lea
 KEPT = 0.5  # [23-6, 27] share of a text that subsampling keeps, at least
 BLOCK_WINDOWS = 16  # [23-2] words of a block over window + 3: its edges then cut 2 % of the pairs
 SHARED_STEPS = 8  # [22] steps that share a pool of negatives, where rows are paged
-MOST_BUCKETS = 2_000_000  # of n-grams, as in fastText
-ENGLISH, OTHERS = (3, 6), (2, 5)  # docs/dev/tuning.md: characters of n-grams, at least and at most
-ACCENTED = 0.02  # share of letters outside a to z from which a text is not English
 # [22, 23-2, 23-7] Peak learning rates for PAIRS, by optimizer.
 RATES = {
     "AdamW": 0.09,
@@ -186,9 +183,7 @@ def choose_ngrams(model: ModelConfig, vocab: Vocab) -> tuple[ModelConfig, dict[s
     """Choose the lengths of n-grams, and as many buckets as there are n-grams."""
     reasons = {}
     if model.subwords and min(model.min_n, model.max_n) < 0:
-        letters = "".join(vocab.words)
-        share = 1 - sum(map(str.isascii, letters)) / len(letters)
-        least, most = ENGLISH if share < ACCENTED else OTHERS
+        (least, most), share = lengths_of(vocab.words)
         if model.max_n > 0:
             least = min(least, model.max_n)
         least = model.min_n if model.min_n > 0 else least
@@ -197,10 +192,9 @@ def choose_ngrams(model: ModelConfig, vocab: Vocab) -> tuple[ModelConfig, dict[s
         lengths = f"{model.min_n} to {model.max_n}"
         reasons["model.max_n"] = f"{lengths} ({share:.0%} of the letters are not a to z)"
     if model.subwords and model.buckets < 0:
-        _, hashes_N = hash_words(vocab.words, model.min_n, model.max_n)
-        distinct = len(np.unique(hashes_N))
-        model = replace(model, buckets=max(1, min(distinct, MOST_BUCKETS)))
-        reasons["model.buckets"] = f"{model.buckets:,} (the words have {distinct:,} n-grams)"
+        buckets, distinct = buckets_of(vocab.words, model.min_n, model.max_n)
+        model = replace(model, buckets=buckets)
+        reasons["model.buckets"] = f"{buckets:,} (the words have {distinct:,} n-grams)"
     return model, reasons
 
 

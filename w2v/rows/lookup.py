@@ -5,7 +5,6 @@ Shapes: N ids, U unique rows, D dimensions.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Sequence
@@ -306,7 +305,7 @@ class RowPage:
 
     def with_records(self, records_UR: Tensor) -> RowPage:
         """Return a page with the records that were read now."""
-        page = copy.copy(self)
+        page = RowPage(self.store, self.found, self.index, self.rows())
         page.records, page.version = records_UR, self.store.version
         return page
 
@@ -357,6 +356,8 @@ def prefetch(
     part: int | None = None,
 ) -> None:
     """Begin to bring the rows of a page, as `CachedLink.prefetch`."""
+    if not group.caches:
+        return
     with group.lock:
         lists = [look_up.wait() for look_up in look_ups if look_up.layout is group.layout]
         later = [(its.rows_N, its.known) for its in soon if its.layout is group.layout]

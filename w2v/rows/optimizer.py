@@ -476,6 +476,8 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
     for number, (_, its_pages) in enumerate(itertools.islice(window, first, None)):
         for owned in _owned(its_pages):
+            if not owned.group.caches:
+                continue
             look_ups, soon = pages.setdefault(owned.group, ([], []))
             if number >= count:
                 soon.append(owned)

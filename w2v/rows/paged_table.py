@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -227,14 +227,16 @@ class PagedTable:
                 records_UR = None  # the table has changed since
             page.records = None  # a step that fails half-way is repeated on the rows of the table
             store.table.begin_step()
-            counts = {name: store.table.scalars[name].clone() for name in self._layout.scalars}
-            for start in range(0, max(1, len(rows_U)), STEP_ROWS):  # no rows are a step too
-                for name, value in counts.items():  # the parts of a step count as one
+            counts = {}
+            if len(rows_U) > STEP_ROWS:  # the parts of a step count as one
+                counts = {name: store.table.scalars[name].clone() for name in self._layout.scalars}
+            for rows_u, grad_uD, records_uR in _in_parts(rows_U, grad_UD, records_UR):
+                for name, value in counts.items():
                     store.table.scalars[name].copy_(value)
-                part = slice(start, start + STEP_ROWS)
-                records = store.group.read(rows_U[part]) if records_UR is None else records_UR[part]
-                optimizer.step_rows(store.table, records, grad_UD[part], None, lr)
-                store.group.write(store, rows_U[part], records)
+                if records_uR is None:
+                    records_uR = store.group.read(rows_u)
+                optimizer.step_rows(store.table, records_uR, grad_uD, None, lr)
+                store.group.write(store, rows_u, records_uR)
             self.drop_page()
 
     def check_gradient(self) -> None:
@@ -495,6 +497,18 @@ class PagedTable:
         return values[self.ranks.rank :: self.ranks.size] if values.dim() else values
 
 
+def _in_parts(
+    rows_U: Tensor, grad_UD: Tensor, records_UR: Tensor | None = None
+) -> Iterable[tuple[Tensor, Tensor, Tensor | None]]:
+    """Return rows, gradients and records, STEP_ROWS at a time."""
+    if len(rows_U) <= STEP_ROWS:  # no rows are a step too
+        return [(rows_U, grad_UD, records_UR)]
+    rows, grads = rows_U.split(STEP_ROWS), grad_UD.split(STEP_ROWS)
+    if records_UR is None:
+        return zip(rows, grads, itertools.repeat(None))
+    return zip(rows, grads, records_UR.split(STEP_ROWS), strict=True)
+
+
 def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> None:
     """Step rows by fused kernels: one launch for the tables of a look-up."""
     by_look_up: dict[LookUp | PagedTable, list[tuple[PagedTable, RowPage, Tensor]]] = {}
@@ -526,10 +540,8 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
             else:
                 parts = zip(its_tables, counts, seeds, strict=True)
                 for (_, page, grad_UD), counted, seed in parts:
-                    rows_U = page.rows()
-                    for start in range(0, len(rows_U), STEP_ROWS):
-                        part = slice(start, start + STEP_ROWS)
-                        group.step(optimizer, counted, seed, grad_UD[part], lr, rows_U[part])
+                    for rows_u, grad_uD, _ in _in_parts(page.rows(), grad_UD):
+                        group.step(optimizer, counted, seed, grad_uD, lr, rows_u)
             for table, _, _ in its_tables:
                 table.store.version += 1
                 table.drop_page()

@@ -176,8 +176,10 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
 
         from w2v.word2vec import sampler
 
-        if is_new and config.train.device != "cpu" and torch.cuda.is_available():
-            threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
+        uses_gpu = config.train.device != "cpu" and torch.cuda.is_available()
+        if uses_gpu and (is_new or launcher.started()):
+            warm_up = partial(sampler.warm_up, launcher.number("LOCAL_RANK"))
+            threading.Thread(target=warm_up, name="warm_up", daemon=True).start()
         from w2v.rows.link import measure_copy_rate
         from w2v.training import build, memory, plan, run_folder, trainer
 

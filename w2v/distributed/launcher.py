@@ -7,7 +7,6 @@ printed once. This module imports torch only in jobs of several ranks.
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import signal
@@ -46,15 +45,10 @@ def number(name: str) -> int:
 def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) -> int:
     """Run a function in each rank on this host; return the exit status.
 
-    Ranks are forked: they have torch, which is imported once. Signals go to all ranks, of which the
-    third kills them; a rank that fails ends the others.
+    Ranks are forked before torch is imported, so that each opens its GPU meanwhile. Signals go to
+    all ranks, of which the third kills them; a rank that fails ends the others.
     """
-    # torch asks NVML for GPUs: a process that has opened the driver cannot fork others that use it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    import torch  # noqa: F401 - for the ranks
-
-    gc.freeze()  # ranks need not look for garbage among torch's modules
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     shared: dict[str, object] = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}

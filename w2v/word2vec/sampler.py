@@ -312,13 +312,16 @@ class Sampler:
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
-def warm_up() -> None:
+def warm_up(gpu: int) -> None:
     """Load the GPU kernels that draw batches, and the library that scores.
 
     Their first calls take half a second: a thread makes them while others prepare what is trained.
     """
     # The plan says what is missing, such as memory or CuPy.
-    with contextlib.suppress(RuntimeError, ImportError):
+    with (
+        contextlib.suppress(RuntimeError, ImportError),
+        torch.cuda.device(gpu % torch.cuda.device_count()),
+    ):
         words_N = torch.zeros(1 << 18, dtype=torch.int32, device="cuda")
         edges_S = np.array([0, len(words_N)])
         keep_V = torch.ones(1, device="cuda")

@@ -236,11 +236,13 @@ def test_files_of_an_earlier_step_are_refused_and_then_removed(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@each_case("first", [1, 6, 22, 23])
-def test_only_the_first_rows_are_gathered(monkeypatch, size, first):
+@each_case("first, end", [(0, 1), (0, 6), (0, 22), (0, 23), (1, 23), (7, 22), (8, 9)])
+def test_only_some_rows_are_gathered(monkeypatch, size, first, end):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
-    (blocks, *_), rows_VD = sharded(size, lambda r, table: list(export.in_order(table, r, first)))
-    assert np.array_equal(np.concatenate(blocks), rows_VD[:first])
+    (blocks, *_), rows_VD = sharded(
+        size, lambda ranks, table: list(export.in_order(table, ranks, end, first))
+    )
+    assert np.array_equal(np.concatenate(blocks), rows_VD[first:end])
     assert max(block.nbytes for block in blocks) <= 120
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -363,20 +364,28 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """Return the share of correct analogies, on rank 0; 0 on the others."""
-        weights_ND = self._scored_vectors()
+        weights_ND = self._scored_vectors(self._first_blocks())
         with self.ranks.reraise():
             if self.ranks.rank:
                 return 0.0
             words = self.vocab.words[: len(weights_ND)]
             return evaluate.Scorer(words, weights_ND).analogies().total.accuracy
 
-    def _scored_vectors(self) -> Tensor:
-        """Return the vectors of the words that are scored, on rank 0: [N, D]."""
-        inputs = self._step.inputs
-        scored = min(RESTRICT_VOCAB, len(self.vocab.words))
+    @property
+    def _scored(self) -> int:
+        return min(RESTRICT_VOCAB, len(self.vocab.words))
+
+    def _first_blocks(self) -> list[np.ndarray]:
+        """Gather the vectors of several ranks that are scored on rank 0."""
         if self.ranks.size == 1:
-            return inputs["weight"][:scored].to(self._step.state.device)
-        device, blocks = self._step.state.device, list(export.in_order(inputs, self.ranks, scored))
+            return []
+        return list(export.in_order(self._step.inputs, self.ranks, self._scored))
+
+    def _scored_vectors(self, blocks: list[np.ndarray]) -> Tensor:
+        """Return the vectors of the words that are scored, on rank 0: [N, D]."""
+        inputs, device = self._step.inputs, self._step.state.device
+        if self.ranks.size == 1:
+            return inputs["weight"][: self._scored].to(device)
         if not blocks:
             return torch.empty(0, inputs.dim, device=device)
         return torch.from_numpy(np.concatenate(blocks)).to(device)
@@ -404,8 +413,11 @@ class Trainer:
     def _write_vectors(self, results: dict[str, Any]) -> None:
         """Write vectors, words and scores on rank 0."""
         inputs = self._step.inputs
-        weights_ND = self._scored_vectors()
-        blocks = export.in_order(inputs, self.ranks, len(self.vocab.words))
+        first_blocks = self._first_blocks()
+        weights_ND = self._scored_vectors(first_blocks)
+        first = self._scored if self.ranks.size > 1 else 0  # each row is gathered once
+        others = export.in_order(inputs, self.ranks, len(self.vocab.words), first)
+        blocks = chain(first_blocks, others)
         with self.ranks.reraise():
             if self.ranks.rank:
                 deque(blocks, 0)  # sends this rank's rows, block by block

@@ -47,20 +47,24 @@ def blocks_of(table: Table, first: int, last: int) -> Iterator[np.ndarray]:
         yield part_nD.float().cpu().contiguous().numpy()
 
 
-def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
-    """Yield the weights of the first rows of a sharded table on rank 0.
+def in_order(table: Table, ranks: Ranks, rows: int, first: int = 0) -> Iterator[np.ndarray]:
+    """Yield the weights of rows [first, rows) of a sharded table on rank 0.
 
     They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other than 0 send
     and yield nothing. Row v of the table is row v // size of the shard of rank v % size.
     """
     if ranks.size == 1:
-        yield from blocks_of(table, 0, rows)
+        yield from blocks_of(table, first, rows)
         return
-    counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
+    begins = [len(range(rank, first, ranks.size)) for rank in range(ranks.size)]
+    ends = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
     block = max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
-    for start in range(0, counts[0], block):
-        sizes = [max(0, min(block, count - start)) for count in counts]
-        mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
+    most = max(end - begin for begin, end in zip(begins, ends, strict=True))
+    for start in range(0, most, block):
+        starts = [begin + start for begin in begins]
+        sizes = [max(0, min(block, end - at)) for end, at in zip(ends, starts, strict=True)]
+        at = starts[ranks.rank]
+        mine_nD = table["weight"][at : at + sizes[ranks.rank]].float().cpu().contiguous()
         sent = [len(mine_nD)] + [0] * (ranks.size - 1)
         if ranks.rank:
             sizes = [0] * ranks.size
@@ -68,7 +72,7 @@ def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
         if ranks.rank == 0:
             block_nD = np.empty(received_nD.shape, np.float32)
             for rank, part_nD in enumerate(received_nD.split(sizes)):
-                block_nD[rank :: ranks.size] = part_nD.numpy()
+                block_nD[(rank - first) % ranks.size :: ranks.size] = part_nD.numpy()
             yield block_nD
 
 

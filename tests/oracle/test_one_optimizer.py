@@ -268,3 +268,12 @@ def test_an_unknown_argument_of_dense_is_refused():
     paged, _ = models()
     with pytest.raises(TypeError, match="unexpected keyword argument 'betas'"):
         w2v.optimizer(paged, "SGD", lr=0.1, dense={"betas": (0.9, 0.9)})
+
+
+def test_another_optimizer_of_the_same_weight_is_refused():
+    model = Model(PagedEmbedding, PagedEmbeddingBag)
+    w2v.optimizer([{"params": model.table}], "Adam", lr=0.1)
+    other = torch.optim.Adam(model.parameters())
+    model(EVERY).sum().backward()
+    with pytest.raises(ValueError, match="this Adam has the weight .* give it to one of them"):
+        other.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
@@ -118,6 +120,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise ValueError("a PagedEmbedding is in two groups; give each table once")
         if len({table.ranks.size for table in [*self._tables.values(), *tables]}) > 1:
             raise ValueError("tables differ in process_group; give all of them the same")
+        if is_one:
+            _refuse_others()
         optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
         if self._fused:
             for table in tables:
@@ -422,6 +426,23 @@ def optimizer(
         **settings: Further arguments of `PagedOptimizer`.
     """
     return PagedOptimizer(model, optimizer, lr=lr, dense=dense or {}, **settings)
+
+
+@functools.cache
+def _refuse_others() -> None:
+    """Have other optimizers refuse the weights that `w2v.optimizer` steps."""
+
+    def check(other: Any, *_: Any) -> None:
+        if isinstance(other, PagedOptimizer):
+            return
+        for parameter in itertools.chain.from_iterable(
+            group["params"] for group in other.param_groups
+        ):
+            if isinstance(parameter, PagedWeight) and parameter.table.shows_grad:
+                has = f"this {type(other).__name__} has the weight of a PagedEmbedding"
+                raise ValueError(f"{has}, which w2v.optimizer steps; give it to one of them")
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _rate(lr: Any) -> float:

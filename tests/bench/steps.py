@@ -188,5 +188,5 @@ def release(trainer: Trainer) -> None:
 def export_vectors(trainer: Trainer, folder: Path) -> None:
     """Write vectors.kv and vectors.bin of a finished run."""
     inputs, vocab = trainer.loop.step.inputs, trainer.vocab
-    blocks = export.in_order(inputs, SINGLE, len(vocab.words))
+    blocks = export.in_order(inputs["weight"], SINGLE, len(vocab.words))
     export.save_run(vocab, inputs.dim, blocks, folder, ["kv", "bin"])

@@ -8,6 +8,7 @@ import torch
 from gensim.models.fasttext import ft_ngram_hashes
 
 from tests.support.pairwise import pairwise
+from tests.support.rank_threads import checked, together
 from tests.support.steps import (
     make_step,
     make_subword_step,
@@ -18,7 +19,9 @@ from tests.support.steps import (
     train,
     with_tree,
 )
-from w2v.config import OptimizerConfig
+from w2v.config import OptimizerConfig, load_config
+from w2v.distributed.ranks import SINGLE
+from w2v.vectors import export
 from w2v.word2vec.batch import Objective
 from w2v.word2vec.cpu_loops import ROWS_PER_OWNER
 from w2v.word2vec.subwords import Subwords
@@ -28,6 +31,7 @@ BUCKETS, LENGTHS = 37, (2, 3)
 WEIGHTED = Objective(weighted=5)
 CBOW = Objective(cbow=True)
 SOFTMAX = ["negatives", "tree", "both"]
+NEAR = {"rtol": 1e-3, "atol": 1e-4}
 
 
 def words_of(count):
@@ -145,6 +149,65 @@ def test_cpu_kernels_equal_the_reference(objective, softmax, name, cap, dim, thr
     equal_records(step, expected, words)
     assert torch.equal(ours[0], same[0])
     assert all(map(torch.equal, records(step), records(again)))  # bit for bit
+
+
+ON = [("reference", "cpu"), ("cpu", "cpu"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)]
+
+
+@pairwise(CASES | {"size": [2, 3], "kernels, device": ON, "engine": ["resident", "cache"]})
+def test_ranks_leave_what_one_leaves(
+    objective, softmax, name, cap, dim, size, kernels, device, engine
+):
+    words = 40
+    batches, vectors = batches_of(3, words, dim, objective, softmax)
+    if kernels == "cuda" and name == "NAdam":
+        kernels = "reference"  # as runs choose: torch steps its rows
+
+    def trained(ranks):
+        how = {"engine": engine, "slots": 150} if ranks.size > 1 and kernels != "cpu" else {}
+        step = subword_step(
+            words, vectors, dim, kernels, name, cap, ranks=ranks, device=device, **how
+        )
+        edges = [20 * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)]
+        sums = train(step, [moved(part_of(batch, *edges), device) for batch in batches], 0.02)
+        step.flush()
+        return records(step), *sums
+
+    expected, *sums = trained(SINGLE)
+    several = checked(together(size, trained))
+    for number, theirs in enumerate(expected):
+        ours = torch.empty_like(theirs)
+        for rank, (shards, *_) in enumerate(several):
+            ours[rank::size] = shards[number]
+        if number == 0:  # of composed vectors, only the weights are in use
+            torch.testing.assert_close(ours[:words, :dim], theirs[:words, :dim], **NEAR)
+            ours, theirs = ours[words:], theirs[words:]
+        torch.testing.assert_close(ours, theirs, **NEAR)
+    for _, losses, pairs in several:
+        torch.testing.assert_close(losses, sums[0], **NEAR)
+        assert torch.equal(pairs, sums[1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("words", [40, 41])
+def test_what_words_are_composed_of_is_gathered_from_ranks(monkeypatch, size, words):
+    monkeypatch.setattr(export, "BLOCK_BYTES", 500)
+    config = load_config([], ["run.formats=kv,fasttext"])
+
+    def gathered(ranks):
+        step = subword_step(words, words, 8, ranks=ranks)
+        found = export.Composed.of(step.subwords, step.table, config, ranks)
+        return [
+            np.concatenate([*part] or [[]]) for part in (found.own, found.buckets, found.outputs)
+        ]
+
+    whole = subword_step(words, words, 8)
+    first, weight_AD = whole.subwords.first, whole.table["weight"].numpy()
+    used = len(whole.subwords.used_B)
+    (own, buckets, outputs), *_ = checked(together(size, gathered))
+    assert np.array_equal(own, weight_AD[first : first + words])
+    assert np.array_equal(buckets, weight_AD[first + words : first + words + used])
+    assert np.array_equal(outputs, whole.outputs["weight"][:words])
 
 
 @pytest.mark.parametrize("engine", ["paged", "torch cache"])

@@ -79,16 +79,16 @@ def make_step(
     return TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)
 
 
-def make_subword_step(config, subwords, dim, kernels="reference", **how):
+def make_subword_step(config, subwords, dim, kernels="reference", ranks=SINGLE, **how):
     """Return a step on vectors that are composed of subwords."""
     vectors = subwords.vectors + -(-subwords.rows // 2)
-    step = make_step(config, vectors, dim, kernels, **how)
+    step = make_step(config, vectors, dim, kernels, ranks=ranks, **how)
     kinds = {CpuKernels: CpuSubwordKernels, CudaKernels: CudaSubwordKernels}
-    kind = kinds.get(type(step.kernels), SubwordKernels)
+    kind = SubwordKernels if ranks.size > 1 else kinds.get(type(step.kernels), SubwordKernels)
     count_pairs = config.occurrence_cap > 0
-    shape = StepShape(vectors, dim, step.table.dtype, step.state.device, count_pairs)
+    shape = StepShape(vectors, dim, step.table.dtype, step.state.device, count_pairs, ranks.size)
     step.kernels = step.exchange.kernels = kind(step.kernels, subwords, shape)
-    step.subwords = subwords
+    step.subwords, step.ranks = subwords, ranks
     return step
 
 

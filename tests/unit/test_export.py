@@ -148,7 +148,7 @@ def saved_by(size, folder, dtype=torch.float32, formats=("kv", "bin"), step=7):
     vocab = Vocab(ROWS, np.arange(23, 0, -1), 300, 23)
 
     def body(ranks, table):
-        blocks = export.in_order(table, ranks, 23)
+        blocks = export.in_order(table["weight"], ranks, 23)
         if ranks.rank:
             return list(blocks)
         return export.save_run(vocab, 5, blocks, folder, formats, step)
@@ -240,7 +240,7 @@ def test_files_of_an_earlier_step_are_refused_and_then_removed(tmp_path):
 def test_only_some_rows_are_gathered(monkeypatch, size, first, end):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     (blocks, *_), rows_VD = sharded(
-        size, lambda ranks, table: list(export.in_order(table, ranks, end, first))
+        size, lambda ranks, table: list(export.in_order(table["weight"], ranks, end, first))
     )
     assert np.array_equal(np.concatenate(blocks), rows_VD[first:end])
     assert max(block.nbytes for block in blocks) <= 120

@@ -599,8 +599,6 @@ def test_subwords_are_planned():
 
 def test_what_subwords_cannot_do_is_refused():
     settings = "train.device=cpu", "model.subwords=true"
-    with pytest.raises(ConfigError, match="model.subwords=true trains on one rank"):
-        make_plan(configured(*settings), zipf_text(200, 2000), ranks=Many(0, 2, None))
     for others in (["model.subwords=false"], ["model.hs=true", "model.negative=0"]):
         with pytest.raises(ConfigError, match="formats=kv,fasttext needs model.subwords=true"):
             make_plan(configured(*settings, "run.formats=kv,fasttext", *others))

@@ -108,7 +108,7 @@ def train_and_score(
         table = trainer.loop.step.inputs
         words = len(vocab.words)
         if save:
-            blocks = export.blocks_of(table, 0, words)
+            blocks = export.blocks_of(table["weight"], 0, words)
             export.save_run(vocab, table.dim, blocks, folder, ["kv"])
         vectors_VD = table["weight"][:words]
         items = datasets.read_items(folder)

@@ -78,8 +78,8 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
     elif plan.ranks.size > 1:
         exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape)
-    optimizer, subwords = plan.optimizer, plan.subwords
-    step = TrainingStep(table, kernels, engine, exchange, optimizer, state, planning, subwords)
+    how = plan.optimizer, state, planning, plan.subwords, plan.ranks
+    step = TrainingStep(table, kernels, engine, exchange, *how)
     return_freed_memory()
     if not plan.on_gpu and (plan.ranks.size > 1 or not plan.has_own_step):
         reuse_freed_memory()
@@ -172,7 +172,8 @@ def find_peers(plan: Plan) -> PeerMemory | None:
     if plan.ranks.size == 1 or plan.kernels != "cuda":
         return None
     peers = PeerMemory(plan.ranks)
-    if why := peers.obstacle(plan.device):
+    # Peers do not read the rows of subwords, which their kernels do not list.
+    if why := "of model.subwords" if plan.subwords else peers.obstacle(plan.device):
         log.info(f"ranks send rows by NCCL: {why}")
         return None
     log.info("ranks read each other's memory")
@@ -195,9 +196,10 @@ def make_kernels(plan: Plan) -> Kernels:
     kernels, subwords = make_word_kernels(plan), plan.subwords
     if not subwords:
         return kernels
-    if isinstance(kernels, CudaKernels) and not isinstance(kernels, TorchStepKernels):
+    steps_rows = isinstance(kernels, CudaKernels) and not isinstance(kernels, TorchStepKernels)
+    if steps_rows and plan.ranks.size == 1:
         return CudaSubwordKernels(kernels, subwords, plan.shape)
-    if plan.kernels == "cpu":
+    if plan.kernels == "cpu" and plan.ranks.size == 1:
         from w2v.word2vec.subwords_cpu import CpuSubwordKernels  # as above
 
         return CpuSubwordKernels(kernels, subwords, plan.shape)

@@ -89,8 +89,6 @@ def make_plan(
     space of its old checkpoints counts as free. Raises `ConfigError` if this machine cannot do what
     is asked for.
     """
-    if config.model.subwords and ranks.size > 1:
-        raise ConfigError("model.subwords=true trains on one rank; leave out --gpus or torchrun")
     if "fasttext" in config.run.formats and not (config.model.subwords and config.model.negative):
         needs = "model.subwords=true and model.negative above 0"
         raise ConfigError(f"run.formats={config.run.formats} needs {needs}")

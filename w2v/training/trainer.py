@@ -379,7 +379,8 @@ class Trainer:
         """Gather the vectors of several ranks that are scored on rank 0."""
         if self.ranks.size == 1:
             return []
-        return list(export.in_order(self._step.inputs, self.ranks, self._scored))
+        inputs = self._step.inputs["weight"]
+        return list(export.in_order(inputs, self.ranks, self._scored))
 
     def _scored_vectors(self, blocks: list[np.ndarray]) -> Tensor:
         """Return the vectors of the words that are scored, on rank 0: [N, D]."""
@@ -416,11 +417,13 @@ class Trainer:
         first_blocks = self._first_blocks()
         weights_ND = self._scored_vectors(first_blocks)
         first = self._scored if self.ranks.size > 1 else 0  # each row is gathered once
-        others = export.in_order(inputs, self.ranks, len(self.vocab.words), first)
-        blocks = chain(first_blocks, others)
+        others = export.in_order(inputs["weight"], self.ranks, len(self.vocab.words), first)
+        blocks, composed = chain(first_blocks, others), None
+        if subwords := self._step.subwords:
+            composed = Composed.of(subwords, self._step.table, self.config, self.ranks)
         with self.ranks.reraise():
-            if self.ranks.rank:
-                deque(blocks, 0)  # sends this rank's rows, block by block
+            if self.ranks.rank:  # sends this rank's rows, block by block
+                deque(chain(blocks, composed.blocks if composed else ()), 0)
                 return
             words = self.vocab.words
             with ThreadPoolExecutor(2) as threads:
@@ -431,9 +434,6 @@ class Trainer:
                 examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
                 formats = self.config.run.formats.split(",")
                 step = self._final["step"]
-                composed = None
-                if subwords := self._step.subwords:
-                    composed = Composed(subwords, self._step.table, self.config)
                 export.save_run(
                     self.vocab, inputs.dim, blocks, self.folder, formats, step, composed
                 )

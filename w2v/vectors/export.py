@@ -6,7 +6,9 @@ import contextlib
 import os
 import pickle
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +21,7 @@ from w2v.vectors.load import ARRAY, NGRAMS, OWN, SUBWORD_CLASS, VOCAB, VectorsEr
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
+    from torch import Tensor
 
     from w2v.config import Config
     from w2v.distributed.ranks import Ranks
@@ -32,48 +35,81 @@ EXPORT_BYTES = 4 * BLOCK_BYTES  # most memory of an export, but for the words
 
 
 class Composed(NamedTuple):
-    """What the vectors of a run are composed of."""
+    """What the vectors of a run are composed of.
+
+    Blocks are float32 [n, D], as of `in_order`: own vectors of words, those of the buckets in use,
+    and output vectors, which files of fastText have.
+    """
 
     subwords: Subwords
-    table: Table
     config: Config
+    own: Iterator[np.ndarray]
+    buckets: Iterator[np.ndarray]
+    outputs: Iterator[np.ndarray]
+
+    @classmethod
+    def of(cls, subwords: Subwords, table: Table, config: Config, ranks: Ranks) -> Composed:
+        """Return those of a table, or of its shards on all ranks."""
+        first, middle = subwords.first, subwords.first + subwords.words
+        outputs = table.interleaved("input", "output")[1]["weight"]
+        count = subwords.words if "fasttext" in config.run.formats else 0
+        return cls(
+            subwords,
+            config,
+            own=_rows_in_order(table, ranks, first, middle),
+            buckets=_rows_in_order(table, ranks, middle, subwords.first + subwords.rows),
+            outputs=in_order(outputs, ranks, count),
+        )
+
+    @property
+    def blocks(self) -> Iterator[np.ndarray]:
+        """What is left of all blocks."""
+        return chain(self.own, self.buckets, self.outputs)
 
 
-def blocks_of(table: Table, first: int, last: int) -> Iterator[np.ndarray]:
-    """Yield the weights of rows [first, last) in float32 [n, D] blocks."""
-    block = max(1, BLOCK_BYTES // (4 * table.dim))
+def blocks_of(rows_VX: Tensor, first: int, last: int) -> Iterator[np.ndarray]:
+    """Yield rows [first, last) in float32 [n, X] blocks."""
+    block = max(1, BLOCK_BYTES // (4 * rows_VX[0].numel()))
     for start in range(first, last, block):
-        part_nD = table["weight"][start : min(start + block, last)]
-        yield part_nD.float().cpu().contiguous().numpy()
+        yield rows_VX[start : min(start + block, last)].float().cpu().contiguous().numpy()
 
 
-def in_order(table: Table, ranks: Ranks, rows: int, first: int = 0) -> Iterator[np.ndarray]:
-    """Yield the weights of rows [first, rows) of a sharded table on rank 0.
+def in_order(rows_VX: Tensor, ranks: Ranks, last: int, first: int = 0) -> Iterator[np.ndarray]:
+    """Yield rows [first, last) of all ranks on rank 0, of this rank's rows.
 
-    They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other than 0 send
-    and yield nothing. Row v of the table is row v // size of the shard of rank v % size.
+    They come in float32 [n, X] blocks. All ranks must exhaust the iterator; ranks other than 0 send
+    and yield nothing. Row v is row v // size of rank v % size.
     """
     if ranks.size == 1:
-        yield from blocks_of(table, first, rows)
+        yield from blocks_of(rows_VX, first, last)
         return
     begins = [len(range(rank, first, ranks.size)) for rank in range(ranks.size)]
-    ends = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
-    block = max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
+    ends = [len(range(rank, last, ranks.size)) for rank in range(ranks.size)]
+    block = max(1, BLOCK_BYTES // (4 * rows_VX.shape[1:].numel() * ranks.size))
     most = max(end - begin for begin, end in zip(begins, ends, strict=True))
     for start in range(0, most, block):
         starts = [begin + start for begin in begins]
         sizes = [max(0, min(block, end - at)) for end, at in zip(ends, starts, strict=True)]
         at = starts[ranks.rank]
-        mine_nD = table["weight"][at : at + sizes[ranks.rank]].float().cpu().contiguous()
-        sent = [len(mine_nD)] + [0] * (ranks.size - 1)
+        mine_nX = rows_VX[at : at + sizes[ranks.rank]].float().cpu().contiguous()
+        sent = [len(mine_nX)] + [0] * (ranks.size - 1)
         if ranks.rank:
             sizes = [0] * ranks.size
-        received_nD = ranks.all_to_all(mine_nD, sent, sizes)
+        received_nX = ranks.all_to_all(mine_nX, sent, sizes)
         if ranks.rank == 0:
-            block_nD = np.empty(received_nD.shape, np.float32)
-            for rank, part_nD in enumerate(received_nD.split(sizes)):
-                block_nD[(rank - first) % ranks.size :: ranks.size] = part_nD.numpy()
-            yield block_nD
+            block_nX = np.empty(received_nX.shape, np.float32)
+            for rank, part_nX in enumerate(received_nX.split(sizes)):
+                block_nX[(rank - first) % ranks.size :: ranks.size] = part_nX.numpy()
+            yield block_nX
+
+
+def _rows_in_order(table: Table, ranks: Ranks, first: int, last: int) -> Iterator[np.ndarray]:
+    """Yield weights of rows [first, last), of which ranks have pairs."""
+    pairs_V2D, done = table["weight"].unflatten(0, (-1, 2)), first // 2 * 2
+    for block_n2D in in_order(pairs_V2D, ranks, -(-last // 2), first // 2):
+        rows_nD = block_n2D.reshape(-1, table.dim)
+        yield rows_nD[max(0, first - done) : last - done]
+        done += len(rows_nD)
 
 
 def save_run(
@@ -96,7 +132,7 @@ def save_run(
             _write_array(new / ARRAY, len(vocab.words), dim, blocks)
             (new / "vectors.kv").write_bytes(_pickled(vocab, dim, composed))
             if composed:
-                _write_subwords(new, vocab, composed, "fasttext" in formats)
+                _write_subwords(new, vocab, dim, composed, "fasttext" in formats)
             if "bin" in formats:
                 vectors_VD = np.load(new / ARRAY, mmap_mode="r")
                 with open(new / "vectors.bin", "wb") as file:
@@ -108,8 +144,8 @@ def save_run(
                 path.unlink()
         manifest.write(folder, step, sums)
     finally:
-        for _ in blocks:  # what other ranks still send
-            pass
+        deque(blocks, 0)  # what other ranks still send
+        deque(composed.blocks if composed else (), 0)
 
 
 def _write_array(path: Path, rows: int, dim: int, blocks: Iterator[np.ndarray]) -> None:
@@ -120,24 +156,24 @@ def _write_array(path: Path, rows: int, dim: int, blocks: Iterator[np.ndarray]) 
         file.writelines(block_nD.data for block_nD in blocks)
 
 
-def _write_subwords(folder: Path, vocab: Vocab, composed: Composed, as_fasttext: bool) -> None:
+def _write_subwords(
+    folder: Path, vocab: Vocab, dim: int, composed: Composed, as_fasttext: bool
+) -> None:
     """Write what composes vectors of unseen words."""
-    subwords, table, config = composed
+    subwords = composed.subwords
     min_n, max_n, buckets = subwords.limits
-    words, first, last = subwords.words, subwords.first, subwords.first + subwords.rows
-    _write_array(folder / OWN, words, table.dim, blocks_of(table, first, first + words))
+    _write_array(folder / OWN, subwords.words, dim, composed.own)
     # Buckets that are not in use have zero vectors.
-    shape, done = (buckets, table.dim), 0
+    shape, done = (buckets, dim), 0
     buckets_BD = np.lib.format.open_memmap(folder / NGRAMS, "w+", np.float32, shape)
-    for block_nD in blocks_of(table, first + words, last):
+    for block_nD in composed.buckets:
         buckets_BD[subwords.used_B[done : done + len(block_nD)]] = block_nD
         done += len(block_nD)
     buckets_BD.flush()
     if as_fasttext:
         ngrams = fasttext.Ngrams(min_n, max_n, np.load(folder / OWN, mmap_mode="r"), buckets_BD)
-        _, outputs = table.interleaved("input", "output")
         with open(folder / FASTTEXT, "wb") as file:
-            fasttext.write(file, config, vocab, ngrams, blocks_of(outputs, 0, words))
+            fasttext.write(file, composed.config, vocab, ngrams, composed.outputs)
 
 
 def _pickled(vocab: Vocab, dim: int, composed: Composed | None = None) -> bytes:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.cache import Engine
 from w2v.rows.link import current_stream, on_stream
 from w2v.rows.moves import PageRows
@@ -52,6 +53,7 @@ class TrainingStep:
     state: StepState  # step number, and the first fault
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
     subwords: Subwords | None = None  # that input vectors are composed of
+    ranks: Ranks = SINGLE
 
     def __post_init__(self) -> None:
         self.tables = self.table.interleaved("input", "output")
@@ -100,7 +102,7 @@ class TrainingStep:
         """Write all rows back to the table, with all composed vectors."""
         self.engine.flush()
         if self.subwords:
-            self.subwords.compose_all(self.table)
+            self.subwords.compose_all(self.table, self.ranks)
 
     @property
     def peak_gpu_bytes(self) -> int:

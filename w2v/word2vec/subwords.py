@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.ops import View
 from w2v.rows.table import Table
 from w2v.text.ngrams import hash_words
@@ -116,19 +117,42 @@ class Subwords:
 
     def compose(self, view: View, dim: int, words_W: Tensor) -> None:
         """Write the input vectors of words: means of their rows, in float32."""
-        records_SR, rows = view.records_SR, COMPOSED_BYTES // (4 * dim)
-        for words_n in words_W.split(max(1, rows * self.words // len(self.rows_N))):
+        records_SR = view.records_SR
+        for words_n in self.in_parts(words_W, dim):
             rows_N, place_N = self.rows_of(words_n)
             weight_ND = records_SR[view.slots(rows_N), :dim].float()
             sums_nD = weight_ND.new_zeros(len(words_n), dim).index_add_(0, place_N, weight_ND)
             means_nD = sums_nD / place_N.bincount(minlength=len(words_n))[:, None]
             records_SR[view.slots(2 * words_n), :dim] = means_nD.to(records_SR.dtype)
 
-    def compose_all(self, table: Table) -> None:
-        """Write the input vectors of all words to a table."""
+    def compose_all(self, table: Table, ranks: Ranks = SINGLE) -> None:
+        """Write the input vectors of all words to a table, or its shards."""
         device = table.records_VR.device
         words_V = torch.arange(self.words, device=device)
-        self.to(device).compose(View(table.records_VR, None), table.dim, words_V)
+        here = self.to(device)
+        if ranks.size == 1:
+            here.compose(View(table.records_VR, None), table.dim, words_V)
+            return
+        shards = table.interleaved("input", "output")
+        index_A = torch.empty(self.first + self.rows, dtype=torch.int32, device=device)
+        for words_n in here.in_parts(words_V, table.dim):
+            rows_U = here.rows_of(words_n)[0].unique()
+            weight_UD = torch.empty(len(rows_U), table.dim, dtype=table.dtype, device=device)
+            for parity, shard in enumerate(shards):
+                is_there_U = rows_U % 2 == parity
+                fetched = ranks.fetch_rows(shard["weight"], rows_U[is_there_U] // 2)
+                weight_UD[is_there_U] = fetched.to(table.dtype)
+            rows_U = torch.cat([rows_U, 2 * words_n])
+            index_A[rows_U] = torch.arange(len(rows_U), dtype=torch.int32, device=device)
+            weight_UD = torch.cat([weight_UD, weight_UD.new_zeros(len(words_n), table.dim)])
+            here.compose(View(weight_UD, index_A), table.dim, words_n)
+            own_n = words_n[words_n % ranks.size == ranks.rank]
+            shards[0]["weight"][own_n // ranks.size] = weight_UD[index_A[2 * own_n].long()]
+
+    def in_parts(self, words_W: Tensor, dim: int) -> Sequence[Tensor]:
+        """Return words in parts whose rows take about COMPOSED_BYTES."""
+        rows = COMPOSED_BYTES // (4 * dim)
+        return words_W.split(max(1, rows * self.words // len(self.rows_N)))
 
 
 class SubwordKernels(Kernels):
@@ -177,9 +201,23 @@ class SubwordKernels(Kernels):
         return grads._replace(rows=RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None))
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
-        words_W = self.subwords.words_in(_index(grads.rows) >= 0)
+        rows = grads.rows
+        is_borrowed = rows.rows_U is None
+        if is_borrowed:  # the index has rows of other batches too
+            is_used_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
+            self.inner.mark(batch, is_used_A)
+        else:
+            is_used_A = _index(rows) >= 0
+        words_W = self.subwords.words_in(is_used_A)
         self.subwords.compose(view, self.shape.dim, words_W)
         grads = self.inner.gradients(batch, view, grads, lr)
+        if is_borrowed and grads.rows.grad_UD is not rows.grad_UD:
+            # Compiled loops return those of words and nodes alone, in the order of their places.
+            places_U = _index(rows)[is_used_A.nonzero().flatten()].long().sort().values
+            rows.grad_UD[places_U] = grads.rows.grad_UD
+            if rows.pairs_U is not None and grads.rows.pairs_U is not None:
+                rows.pairs_U[places_U] = grads.rows.pairs_U
+            grads = grads._replace(rows=rows)
         self._spread(grads.rows, words_W)
         return grads
 

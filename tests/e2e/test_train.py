@@ -76,12 +76,15 @@ def train(programs, corpus, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("installed, seconds", [(True, 0), (True, 30), (False, 30)])
 def test_a_report_is_written_where_plotly_is_installed(
-    corpus, tmp_path, monkeypatch, capsys, installed
+    corpus, tmp_path, monkeypatch, capsys, installed, seconds
 ):
     import train
+    from w2v.api import train as api
     from w2v.vectors import report
+
+    monkeypatch.setattr(api, "MAP_SECONDS", seconds)
 
     (tmp_path / "script.js").touch()
     found = mock.Mock(locate_file=lambda _: tmp_path / "script.js")
@@ -93,6 +96,8 @@ def test_a_report_is_written_where_plotly_is_installed(
     assert (f"report       {run / 'report.html'}" in printed) == installed
     assert ("no report    report.html needs plotly" in printed) != installed
     assert (run / "report.html").exists() == (run / "report.js").exists() == installed
+    if installed:  # short runs have no map
+        assert ('"x":[]' in (run / "report.js").read_text()) == (seconds > 0)
 
 
 def test_run_on_the_cpu_imports_neither_gensim_nor_torchs_compiler(new_process):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from w2v.api.vectors import Vectors
 
 STDIN = "-"
+MAP_SECONDS = 30.0  # of training, for which a report has a map, which takes some seconds
 SWITCH_SECONDS = 0.0005  # after which a thread that waits for Python gets it
 LONGEST_NAME = 255  # of a file
 MOST_GPUS = 64  # of one machine
@@ -136,13 +137,15 @@ def as_arguments(settings: Sequence[str | os.PathLike[str]], keys: Mapping[str, 
 
 
 def write_report(folder: Path) -> None:
-    """Write the page of a run without its map, unless plotly is missing."""
+    """Write the page of a run, unless plotly is missing."""
     if not load_config([folder / "config.yaml"], trains=False).run.report:
         return
-    from w2v.vectors import report
+    from w2v.vectors import report, runs
 
+    with_map = runs.read(folder).scores["seconds"] >= MAP_SECONDS
     try:
-        console.log.log(console.RESULTS, f"report       {report.write([folder], with_map=False)}")
+        page = report.write([folder], with_map=with_map)
+        console.log.log(console.RESULTS, f"report       {page}")
     except report.ReportError as error:
         console.log.log(console.RESULTS, f"no report    {error}")
 

@@ -1,8 +1,7 @@
 """Write pictures of runs: an HTML page, and a map of words.
 
 The page is drawn by plotly, whose script is one file for all pages of a folder of runs. Words and
-neighbors are in report.js beside the page. Text that comes from a run, such as its words, is
-escaped. scikit-learn is imported where it is used: that takes a second.
+neighbors are in report.js beside the page. Text that comes from a run is escaped.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ Columns = dict[str, list[str]]  # cells by heading
 ARGUMENTS = "optimizer.args"  # settings of their own
 UNSCORED = (-1.0, -math.inf)  # quality
 TESTED = 10  # rows beside the best one
-
 COSTS = "words seconds loss held_out_loss bytes_host bytes_gpu".split()
 UNFINISHED = {  # scores of a run that has none
     "diverged": "",  # the reason

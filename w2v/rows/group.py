@@ -6,25 +6,19 @@ Shapes: V rows, D dimensions, N ids, U unique rows, R elements of a record.
 from __future__ import annotations
 
 import functools
-import os
 import threading
-import warnings
-import weakref
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from w2v.rows import ops
-from w2v.rows.cache import Engine, RowCache, TransferStats
+from w2v.rows.cache import CachedLink
 from w2v.rows.link import Link, MappedLink, link_between
-from w2v.rows.moves import PageRows
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table
 
-PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -224,201 +218,3 @@ def regroup(member: Member, table: Table, device: torch.device) -> None:
     member.group.make_caches()
     alone = (0,) * len(member.first_rows)
     member._join(table, RowGroup(table, device, member.lock), alone)
-
-
-class CachedLink(Link):
-    """Link with a cache of a table's rows.
-
-    The rows used least are evicted first, and those of announced pages last. Lists of more rows
-    than the cache's capacity go through the link beneath.
-
-    A page is several lists of rows, such as one for each of some batches, or of some tables that
-    share the records. A list is known by its memory: its rows are loaded once for all calls with
-    the same tensor or a slice of it.
-
-    Args:
-        link: Moves the records between the table and the device.
-        table: The table.
-        slots: Capacity of the cache in rows.
-        device: The compute device.
-    """
-
-    def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
-        self._link = link
-        self._table = table
-        self.slots = min(slots, table.rows)
-        self._device = device
-        self._cache: Engine | None = None
-        self._past = TransferStats()  # of caches before this one
-        self._rows_used = 0
-        self._current: PageLists = {}
-        self._slots: dict[int, Tensor] = {}  # of lists of the current page, by their `id`
-        self._next: PageLists = {}  # of the page that was prefetched
-        self._parts_seen: set[int] = set()  # that were prefetched since a page was counted
-        self._is_warned = False
-        self._at_end: weakref.finalize | None = None  # writes the rows back
-
-    @property
-    def stats(self) -> TransferStats:
-        """What has crossed the link so far."""
-        caches = [self._past, *([self._cache.stats] if self._cache else [])]
-        return TransferStats.sum(caches)._replace(rows_used=self._rows_used)
-
-    def prefetch(
-        self,
-        lists: Sequence[Tensor],
-        soon: Sequence[tuple[Tensor, Tensor | None]] = (),
-        part: int | None = None,
-    ) -> None:
-        """Prefetch a page; the current page stays valid until `make_current`.
-
-        A second page that is prefetched before replaces the first one, and the current page.
-
-        Args:
-            lists: Its rows.
-            soon: As in `PageRows`.
-            part: If given, the lists replace those of this part of the current page, whose other
-                parts become those of the next page too, if they fit.
-        """
-        lists = [
-            rows_U
-            for rows_U in lists
-            if 0 < rows_U.shape[0] <= self.slots
-            and _find(self._current, rows_U) is None
-            and _find(self._next, rows_U) is None
-        ]
-        if not lists:
-            return
-        cache = self._filled()
-        if self._next:  # a plan keeps the rows of the page before it, not of the one before that
-            self._current, self._slots, self._next = {}, {}, {}
-        page = self._fitting(lists, part)
-        # A page with parts repeats those of the page before. It is counted when a part comes round
-        # again, so that each part counts once.
-        is_counted = len(page) == 1 or part in self._parts_seen
-        if is_counted:
-            self._parts_seen.clear()
-        if part is not None:
-            self._parts_seen.add(part)
-        cache.prefetch(PageRows(lists=_lists(page), soon=soon, is_counted=is_counted))
-        self._next = page  # after what may fail
-        self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
-
-    def make_current(self, rows_U: Tensor) -> tuple[Tensor, int] | None:
-        """Make this the current page; return its list and where the rows begin.
-
-        None for no rows, or more than the capacity, for which the cache is emptied.
-        """
-        if not rows_U.shape[0]:
-            return None
-        if rows_U.shape[0] > self.slots:
-            if not self._is_warned:
-                room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
-                remedy = "raise gpu_bytes; such batches are paged without the cache"
-                self._is_warned = True  # before, as warnings may be errors
-                warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
-            self.flush()
-            return None
-        found = _find(self._current, rows_U)
-        if found is None:
-            found = _find(self._next, rows_U) or (rows_U, 0)
-            self.prefetch([rows_U])
-            self._filled().wait()
-            self._current, self._next = self._next, {}
-            self._slots.clear()
-        return found
-
-    def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the cache's records and the slots of rows, int32.
-
-        Makes the rows the current page. Returns None for no rows, or more than the capacity.
-        """
-        if (found := self.make_current(rows_U)) is None:
-            return None
-        cache, (list_U, start) = self._filled(), found
-        if (slots_U := self._slots.get(id(list_U))) is None:
-            slots_U = self._slots[id(list_U)] = cache.slots_of(list_U)
-        if rows_U is not list_U:
-            slots_U = slots_U[start : start + rows_U.shape[0]]
-        return cache.records_SR, slots_U
-
-    def read(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        assert table_VR is self._table.records_VR and slots_U is None
-        if (located := self.locate(rows_U)) is not None:
-            cached_SR, places_U = located
-            torch.index_select(cached_SR, 0, places_U, out=records_SR)
-        else:
-            self._link.read(table_VR, rows_U, records_SR)
-
-    def write(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        assert table_VR is self._table.records_VR and slots_U is None
-        if (located := self.locate(rows_U)) is not None:
-            cached_SR, places_U = located
-            cached_SR.index_copy_(0, places_U.long(), records_SR)
-        else:
-            self._link.write(table_VR, rows_U, records_SR)
-
-    def flush(self) -> None:
-        """Write all rows back and empty the cache."""
-        if self._cache:
-            self._cache.flush()
-            if self._at_end:
-                self._at_end.detach()
-            self._past = self.stats
-            self._cache = None  # free before another cache is allocated
-            self._current, self._slots, self._next = {}, {}, {}
-
-    def _filled(self) -> Engine:
-        """Return the cache, a new one after `flush`."""
-        if self._cache is None:
-            self._cache = self._new_cache()
-            if self._table.storage == "mmap":  # the file outlives this link and the program
-                self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
-        return self._cache
-
-    def _new_cache(self) -> Engine:
-        if self.slots == self._table.rows:
-            return Engine(self._table, self._device)
-        return RowCache(self._table, self.slots, self._device, is_timed=False)
-
-    def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
-        """Return the lists of the next page that fit in the cache.
-
-        Other parts of the current page are dropped first, then the last of `lists`.
-        """
-        page: PageLists = {part: lists}
-        if part is not None and _count_rows(self._current | page) <= self.slots:
-            return self._current | page
-        while _count_rows(page) > self.slots:
-            page = {part: page[part][:-1]}
-        return page
-
-
-def _flush_in(process: int, cache: Engine) -> None:
-    """Write rows back, but not from a forked process: its copy is out of date."""
-    if os.getpid() == process:
-        cache.flush()
-
-
-def _lists(page: PageLists) -> list[Tensor]:
-    return list(chain.from_iterable(page.values()))
-
-
-def _count_rows(page: PageLists) -> int:
-    return sum(rows_U.shape[0] for rows_U in _lists(page))
-
-
-def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
-    """Return the list of a page that has these rows, and where they begin.
-
-    It is the same tensor, or they are a slice of it.
-    """
-    for list_U in _lists(page):
-        start = rows_U.data_ptr() - list_U.data_ptr()
-        if 0 <= start <= list_U.nbytes - rows_U.nbytes:
-            return list_U, start // rows_U.itemsize
-    return None

@@ -50,7 +50,7 @@ GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 Argument = Tensor | float | tuple[Any, ...] | None  # a tuple: a NamedTuple
 
 
-class Member(NamedTuple):
+class CMember(NamedTuple):
     """A number or pointer that a kernel takes, alone or in a struct."""
 
     name: str
@@ -69,7 +69,7 @@ class Member(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter of a kernel: a struct, or one member."""
 
-    members: list[Member]
+    members: list[CMember]
     fields: tuple[str, ...] | None = None  # names of a struct's members
 
 
@@ -101,7 +101,7 @@ def signature(source: str, kernel: str, element: int = 0) -> dict[str, Parameter
     return parameters
 
 
-def struct_members(source: str, name: str, element: int = 0) -> list[Member]:
+def struct_members(source: str, name: str, element: int = 0) -> list[CMember]:
     """Return the data members of a struct, which come before its functions."""
     pattern = rf"struct {name} {{(.*?)(?:__device__|}};)"
     (body,) = set(re.findall(pattern, source_text(source), re.DOTALL))
@@ -116,7 +116,7 @@ def c_struct(source: str, name: str) -> Any:
     return make(name, [member.name for member in struct_members(source, name)])
 
 
-def _declared(declaration: str, element: int) -> Iterator[Member]:
+def _declared(declaration: str, element: int) -> Iterator[CMember]:
     """Yield the members of a C declaration."""
     words = re.findall(r"\w+|\*", declaration.partition(",")[0])
     ctype = " ".join(word for word in words[:-1] if word not in {"const", "*"} | MARKS)
@@ -129,7 +129,7 @@ def _declared(declaration: str, element: int) -> Iterator[Member]:
         stars = "*" * declarator.count("*")
         code, dtype = of_stars[stars]
         name = re.findall(r"\w+", declarator)[-1]
-        yield Member(name, ctype + stars, code, dtype, MARKS.intersection(words))
+        yield CMember(name, ctype + stars, code, dtype, MARKS.intersection(words))
 
 
 class Arguments:

@@ -172,8 +172,8 @@ def find_peers(plan: Plan) -> PeerMemory | None:
     if plan.ranks.size == 1 or plan.kernels != "cuda":
         return None
     peers = PeerMemory(plan.ranks)
-    # Peers do not read the rows of subwords, which their kernels do not list.
-    if why := "of model.subwords" if plan.subwords else peers.obstacle(plan.device):
+    # The kernels of peers do not list the rows of subwords.
+    if why := "model.subwords=true" if plan.subwords else peers.obstacle(plan.device):
         log.info(f"ranks send rows by NCCL: {why}")
         return None
     log.info("ranks read each other's memory")

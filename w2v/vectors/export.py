@@ -69,7 +69,7 @@ class Composed(NamedTuple):
 
 def blocks_of(rows_VX: Tensor, first: int, last: int) -> Iterator[np.ndarray]:
     """Yield rows [first, last) in float32 [n, X] blocks."""
-    block = max(1, BLOCK_BYTES // (4 * rows_VX[0].numel()))
+    block = max(1, BLOCK_BYTES // (4 * rows_VX.shape[1:].numel()))
     for start in range(first, last, block):
         yield rows_VX[start : min(start + block, last)].float().cpu().contiguous().numpy()
 

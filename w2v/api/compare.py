@@ -288,8 +288,6 @@ def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str
     if not files:
         given = " ".join(options.settings)
         raise ConfigError(f"{given!r} has no config; name configs, such as adam adamw")
-    if not options.corpora:
-        check_text(files, assignments, options.base)
     return files, assignments
 
 
@@ -363,6 +361,8 @@ def compare_as(options: argparse.Namespace) -> tuple[Comparison, Path | None]:
         check_not_trained(options)
         return report(options.settings, options.to), options.to
     files, assignments = files_and_settings(options)
+    if not options.corpora:
+        check_text(files, assignments, options.base)
     configs = {
         f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
         for ending, corpus in by_corpus(options).items()

@@ -130,7 +130,7 @@ SLOW_OF_FASTTEXT = """
 """.split()
 leave_out(TestGensimsFastText, SLOW_OF_FASTTEXT)
 leave_out(TestGensimsContinuedFastText, ["test_continuation_gensim"])
-leave_out(TestGensimsFastTextFiles, ["test_skipgram"])
+leave_out(TestGensimsFastTextFiles, ["test_skipgram", "test_cbow"])
 leave_out(TestGensimsFastTextBytes, ["test_skipgram", "test_cbow"])
 
 

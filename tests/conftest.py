@@ -53,15 +53,6 @@ def tiny_run(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="session")
-def enwiki_sample(tmp_path_factory):
-    """The text of the default corpus, which takes two seconds to make."""
-    from w2v.text.sources import locate
-
-    [path] = locate("enwiki-sample", tmp_path_factory.mktemp("enwiki"))
-    return path
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     """Fail a test that takes too long, where it waits."""

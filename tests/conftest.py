@@ -19,6 +19,8 @@ from tests.support.tiny import tiny_arguments
 MOST_SECONDS = 1200  # of a test with its fixtures
 USUAL_TARGETS = 6  # of a center with five negatives
 
+gc.set_threshold(100_000)  # of new objects: looking at them takes a second of the imports alone
+
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

@@ -110,15 +110,15 @@ test-faults: $(TOOLS) ## kill runs 170 times, try 2,600 random inputs and damage
 	W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 W2V_DAMAGES=500 W2V_SLOW=1 $(TEST_ON_CPU) -m "not gpu" \
 	  tests/unit/test_gensim.py tests/faults/test_damage.py tests/faults/test_estimates.py tests/faults/test_faults_kill.py \
 	  tests/faults/test_ranks.py tests/faults/test_hosts.py tests/faults/test_faults_random.py \
-	  tests/e2e/test_items.py tests/e2e/test_warm_up.py $(ARGS)
+	  tests/e2e/test_items.py tests/e2e/test_warm_up.py tests/oracle/test_cpu.py $(ARGS)
 	W2V_KILLS=20 W2V_RANK_KILLS=20 W2V_STRESS_STEPS=10000 W2V_SLOW=1 $(PY) -m pytest -q -rs -m gpu \
 	  -n $(JOBS) --maxprocesses 8 tests/faults tests/oracle/test_cache.py \
 	  --ignore tests/faults/test_estimates.py $(ARGS)
 	W2V_SLOW=1 $(PY) -m pytest -q -rs -m gpu tests/faults/test_estimates.py $(ARGS)
 
-test-readme: $(TOOLS) ## run the make commands of README on small texts; some minutes
+test-readme: $(TOOLS) ## run the make commands of README, build the site; some minutes
 	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/e2e/test_docs.py \
-	  -k "line_by_line or tour" $(ARGS)
+	  -k "line_by_line or tour or site" $(ARGS)
 
 # Tests marked `alone` wait for the others; those marked `slow` are left to test-faults.
 test-gpu: GPU_JOBS = 8

@@ -19,6 +19,8 @@ from tests.support.tiny import tiny_arguments
 MOST_SECONDS = 1200  # of a test with its fixtures
 USUAL_TARGETS = 6  # of a center with five negatives
 
+gc.set_threshold(100_000)  # of new objects: looking at them takes a second of the imports alone
+
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -53,17 +55,8 @@ def tiny_run(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="session")
-def enwiki_sample(tmp_path_factory):
-    """The text of the default corpus, which takes two seconds to make."""
-    from w2v.text.sources import locate
-
-    [path] = locate("enwiki-sample", tmp_path_factory.mktemp("enwiki"))
-    return path
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     """Fail a test that takes too long, where it waits."""
 
     def fail(number, frame):
@@ -76,6 +69,8 @@ def pytest_runtest_protocol(item):
             return (yield)
         finally:
             signal.alarm(0)
+            if nextitem is None or nextitem.path != item.path:
+                freeze()
 
 
 @contextlib.contextmanager
@@ -117,8 +112,13 @@ def pytest_collection_finish():
         return compile_gradients(min(USUAL_TARGETS, AT_ONCE), *kind)
 
     cpu_loops.compile_gradients = compile_usual
+    freeze()
+
+
+def freeze():
+    """Collect garbage; do not look at what is left again."""
     gc.collect()
-    gc.freeze()  # else it takes a tenth of the time
+    gc.freeze()  # else it takes an eighth of the time
 
 
 def why_no_gpu() -> str | None:

@@ -198,14 +198,6 @@ def test_user_errors_are_one_line_and_leave_no_run(programs, corpus, tmp_path, a
     assert not (tmp_path / "runs").exists()
 
 
-def test_help_needs_no_torch():
-    code = "import sys, train; train.main(['--help-config'])"
-    code += "; assert not {'torch', 'gensim', 'numpy'} & {*sys.modules}"
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert "vector_size: 100" in done.stdout
-
-
 ENDING = """
 import atexit, threading, time
 from tests.support.each_case import each_case

@@ -32,7 +32,7 @@ from w2v.system.files import exclusive
 from w2v.training import run_folder as run_folders
 
 ROOT = Path(__file__).parents[2]
-SIGNALS = int(os.environ.get("W2V_SIGNALS", "12"))  # moments of each kind
+SIGNALS = int(os.environ.get("W2V_SIGNALS", "12"))  # moments
 KILLS = int(os.environ.get("W2V_KILLS", "2"))
 PHASE_KILLS = min(KILLS, 20)
 TEST_KILLS = 5  # at most, so that the tests of a phase can share the cores
@@ -316,11 +316,9 @@ def test_a_run_or_the_process_that_reads_for_it_is_killed(arguments, tmp_path, v
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_in_the_first_half_second_end_with_their_status(
-    programs, arguments, tmp_path, number
-):
-    for delay in np.linspace(0, 0.7, SIGNALS) ** 2:
+def test_signals_in_the_first_half_second_end_with_their_status(programs, arguments, tmp_path):
+    numbers = itertools.cycle([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    for delay, number in zip(np.linspace(0, 0.7, SIGNALS) ** 2, numbers, strict=False):
         process = programs.start(*arguments, f"run.dir={tmp_path}", "train.epochs=1000")
         time.sleep(delay)
         os.kill(process, number)

@@ -57,7 +57,7 @@ def kernels_for(name):
         "softmax": SOFTMAX,
     }
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 2**31),
     centers=st.integers(1, 60),
@@ -102,6 +102,7 @@ def test_sequential_sgd_equals_a_reference_step_for_each_center(
         assert (table.records_VR[:, dim:] == beside).all()  # what is beside the weights
 
 
+@pytest.mark.slow
 def test_any_number_of_targets_may_be_taken_at_once(monkeypatch):
     batch, _ = problem(1, 60, 5, 5, 20, 100)
     compile_gradients = cpu_loops.compile_gradients.__wrapped__  # see conftest.py

@@ -54,11 +54,12 @@ def test_only_buckets_of_the_vocabulary_are_trained(model):
 
 @pytest.mark.parametrize("optimizer", ["Adam", "NAdam", "SGD"])
 def test_a_saved_model_continues_as_the_original(tmp_path, optimizer):
-    original = FastText(TEXT, epochs=1, workers=1, optimizer=optimizer, **SMALL)
+    text = TEXT[::5]
+    original = FastText(text, epochs=1, workers=1, optimizer=optimizer, **SMALL)
     original.save(str(tmp_path / "model"))
     loaded = FastText.load(str(tmp_path / "model"))
     for each in (original, loaded):
-        each.train(TEXT, total_examples=len(TEXT), epochs=1)
+        each.train(text, total_examples=len(text), epochs=1)
     assert np.array_equal(original.wv.vectors, loaded.wv.vectors)
     assert np.array_equal(original.wv.vectors_ngrams, loaded.wv.vectors_ngrams)
 

@@ -60,11 +60,12 @@ pytestmark = [
 # Each takes 1 to 40 s of a core. Others train the same model, but for the kind of text or window;
 # those of locks and of hierarchical softmax are in test_word2vec.py.
 SLOW = """
-    test_evaluate_word_pairs test_evaluate_word_pairs_from_file test_parallel
+    test_evaluate_word_pairs test_evaluate_word_pairs_from_file test_parallel test_sg_neg
     test_sg_neg_fromfile test_sg_neg_online test_sg_fixedwindowsize test_load_old_models_2_x
-    test_load_old_models_3_x test_cbow_neg_fromfile test_cbow_neg_online test_cbow_fixedwindowsize
-    test_cbow_fixedwindowsize_fromfile test_cbow_hs_fromfile test_cbow_hs_online test_sg_hs_fromfile
-    test_sg_hs_online test_sg_fixedwindowsize_fromfile test_locking test_sg_hs test_cbow_hs
+    test_load_old_models_3_x test_cbow_neg_fromfile test_cbow_neg_online
+    test_cbow_fixedwindowsize test_cbow_fixedwindowsize_fromfile test_cbow_hs_fromfile
+    test_cbow_hs_online test_sg_hs_fromfile test_sg_hs_online test_sg_fixedwindowsize_fromfile
+    test_locking test_sg_hs test_cbow_hs
 """.split()
 
 
@@ -129,8 +130,9 @@ SLOW_OF_FASTTEXT = """
     test_cbow_neg_training test_negative_ns_exp
 """.split()
 leave_out(TestGensimsFastText, SLOW_OF_FASTTEXT)
-leave_out(TestGensimsContinuedFastText, ["test_continuation_gensim"])
-leave_out(TestGensimsFastTextFiles, ["test_skipgram"])
+SLOW_OF_CONTINUED = "test_continuation_gensim test_save_load_gensim test_save_load_native".split()
+leave_out(TestGensimsContinuedFastText, SLOW_OF_CONTINUED)
+leave_out(TestGensimsFastTextFiles, ["test_skipgram", "test_cbow"])
 leave_out(TestGensimsFastTextBytes, ["test_skipgram", "test_cbow"])
 
 

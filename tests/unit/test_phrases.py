@@ -1,10 +1,12 @@
 """Joined pairs of words, compared with a text that gensim has joined."""
 
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 from gensim.models.phrases import Phrases
+from gensim.test.utils import datapath
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -105,13 +107,9 @@ def test_phrases_are_those_of_gensim(
     assert sorted(path.name for path in folder.iterdir()) == ["joined", "text"]
 
 
-def test_phrases_of_the_sample(tmp_path, enwiki_sample):
-    articles = enwiki_sample.read_text().split("\n")
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(articles[:36]))  # a third of them
-    found = check(path, tmp_path, passes=2, min_count=5)
-    assert "new_york" in found.phrases and len(found.phrases) > 500
-    assert "new_york_city" in found.phrases
+def test_phrases_of_news(tmp_path):
+    found = check(Path(datapath("lee_background.cor")), tmp_path, passes=2, min_count=5)
+    assert {"New_York", "New_South_Wales"} < set(found.phrases) and len(found.phrases) > 300
 
 
 def test_words_of_the_text_that_look_joined_are_the_same_words(tmp_path):

@@ -39,7 +39,7 @@ def test_equal_vectors_differ_as_seldom_as_they_should():
     rng = np.random.default_rng(2)
     found = [
         significance.p_over_items(*({"a": (rng.random(80) < 0.4) * 1.0} for _ in range(2)))
-        for _ in range(200)
+        for _ in range(100)
     ]
     assert 0.01 < np.mean(np.array(found) < significance.LEVEL) < 0.1
 

@@ -231,9 +231,10 @@ def test_a_killed_worker_ends_the_conversion(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("data/*"))
 
 
-def test_the_default_corpus_needs_no_network(enwiki_sample):
-    assert enwiki_sample.name == "enwiki-sample.txt"
-    articles = read_sentences([enwiki_sample], max_sentence_length=100_000)
+def test_the_default_corpus_needs_no_network(tmp_path):
+    [path] = locate("enwiki-sample", tmp_path)
+    assert path.name == "enwiki-sample.txt"
+    articles = read_sentences([path], max_sentence_length=100_000)
     assert len(articles) == 106 and sum(map(len, articles)) == 452_944
     assert articles[0][:5] == ["anarchism", "is", "political", "philosophy", "that"]
 

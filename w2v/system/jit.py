@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
 
-from w2v.system.files import kernel_folder
+from w2v.system.files import exclusive, kernel_folder
 
 
 def compiled(function: Callable | None = None, **options: Any) -> Any:
@@ -32,7 +35,18 @@ def compiled(function: Callable | None = None, **options: Any) -> Any:
         dispatcher._cache = KernelCache(function)
     finally:
         config.CACHE_DIR = others_folder
+    dispatcher.compile = functools.partial(_compile_once, dispatcher.compile, dispatcher._cache)
     return dispatcher
+
+
+def _compile_once(compile: Callable, cache: KernelCache, signature: Any) -> Any:
+    """Compile or load a function while other processes wait to load it.
+
+    Ranks would otherwise compile the same loops at the same time.
+    """
+    # The compiler lock comes first in all threads; else two could wait for each other.
+    with global_compiler_lock, exclusive(cache.lock_file(), lambda: None):
+        return compile(signature)
 
 
 class KernelCache(FunctionCache):
@@ -41,6 +55,13 @@ class KernelCache(FunctionCache):
     numba's own key has a random number for each compiled function among the captured variables:
     such a function would be compiled in every process, 10 s for the loops of cpu_loops.py.
     """
+
+    def lock_file(self) -> Path:
+        """Create the empty lock file beside the machine code; return it."""
+        self._impl.locator.ensure_cache_path()
+        file = Path(self.cache_path, self._impl.filename_base + ".lock")
+        file.touch()
+        return file
 
     def _index_key(self, signature: Any, codegen: Any) -> tuple:
         return signature, codegen.magic_tuple(), repr(_content(self._py_func))

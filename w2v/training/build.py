@@ -172,8 +172,7 @@ def find_peers(plan: Plan) -> PeerMemory | None:
     if plan.ranks.size == 1 or plan.kernels != "cuda":
         return None
     peers = PeerMemory(plan.ranks)
-    # The kernels of peers do not list the rows of subwords.
-    if why := "model.subwords=true" if plan.subwords else peers.obstacle(plan.device):
+    if why := peers.obstacle(plan.device):
         log.info(f"ranks send rows by NCCL: {why}")
         return None
     log.info("ranks read each other's memory")
@@ -196,8 +195,7 @@ def make_kernels(plan: Plan) -> Kernels:
     kernels, subwords = make_word_kernels(plan), plan.subwords
     if not subwords:
         return kernels
-    steps_rows = isinstance(kernels, CudaKernels) and not isinstance(kernels, TorchStepKernels)
-    if steps_rows and plan.ranks.size == 1:
+    if isinstance(kernels, CudaKernels) and not isinstance(kernels, TorchStepKernels):
         return CudaSubwordKernels(kernels, subwords, plan.shape)
     if plan.kernels == "cpu" and plan.ranks.size == 1:
         from w2v.word2vec.subwords_cpu import CpuSubwordKernels  # as above

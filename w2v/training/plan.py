@@ -89,10 +89,13 @@ def make_plan(
     space of its old checkpoints counts as free. Raises `ConfigError` if this machine cannot do what
     is asked for.
     """
+    machine = Machine.here(ranks)
+    if config.model.subwords and ranks.size > 1 and choose_device(config, machine).type == "cuda":
+        remedy = "leave out --gpus or torchrun, or set train.device=cpu"
+        raise ConfigError(f"model.subwords=true trains on one GPU; {remedy}")
     if "fasttext" in config.run.formats and not (config.model.subwords and config.model.negative):
         needs = "model.subwords=true and model.negative above 0"
         raise ConfigError(f"run.formats={config.run.formats} needs {needs}")
-    machine = Machine.here(ranks)
     # This refuses what cannot be paged or computed, before anything is read.
     kernels = choose_kernels(config, machine, ranks)
     vocab, corpus = opened or open_together(config, ranks)

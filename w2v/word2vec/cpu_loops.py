@@ -99,23 +99,29 @@ class UniqueRows(NamedTuple):
 
 
 @inlined
-def _add(row, values_NP, place, pairs, unique):
-    """Add values_NP[place] to the gradient of a row, a sum over pairs.
+def _index(row, pairs, unique):
+    """Return the index of a row among the thread's unique rows, and count its pairs.
 
-    A row that the thread has not touched yet is added to its unique rows.
+    A row that the thread has not touched yet is added, with a gradient of zero.
     """
-    padded = values_NP.shape[1]  # or not, of a gradient from another rank
     index = unique.index_A[row]
-    if index >= 0:
-        unique.pairs_U[index] += pairs
-        simd.blend(one, unique.grad_UP, index, one, values_NP, place, padded)
-    else:
+    if index < 0:
         index = unique.count_1[0]
         unique.count_1[0] += 1
         unique.index_A[row] = index
         unique.rows_U[index] = row
-        unique.pairs_U[index] = pairs
-        simd.blend(0, unique.grad_UP, index, one, values_NP, place, padded)
+        unique.pairs_U[index] = 0
+        unique.grad_UP[index] = zero
+    unique.pairs_U[index] += pairs
+    return index
+
+
+@inlined
+def _add(row, values_NP, place, pairs, unique):
+    """Add values_NP[place] to the gradient of a row, a sum over pairs."""
+    padded = values_NP.shape[1]  # or not, of a gradient from another rank
+    index = _index(row, pairs, unique)
+    simd.blend(one, unique.grad_UP, index, one, values_NP, place, padded)
 
 
 class BatchArrays(NamedTuple):
@@ -143,7 +149,6 @@ class Buffers(NamedTuple):
 
     context_CP: np.ndarray  # rows of the context words; of CBOW, their mean or sum
     grad_CP: np.ndarray  # gradients of these
-    grad_TP: np.ndarray  # gradients of the targets
     ring_CP: np.ndarray  # summed gradients of context words, by the word's place in the text
     labels_T: np.ndarray
     times_T: np.ndarray  # how often each target counts
@@ -154,6 +159,7 @@ class Buffers(NamedTuple):
     factors_N: np.ndarray
     bits_N: np.ndarray  # the memory of factors_N
     ids_T: np.ndarray  # int64
+    indices_T: np.ndarray  # int64, of the targets among the thread's unique rows
     ring_pairs_C: np.ndarray  # int64, how many pairs a row of the ring sums, or -1 for no word
 
 
@@ -174,12 +180,12 @@ def make_buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple[np.nd
     def filled(*shape: int, value: float = 0) -> np.ndarray:
         return torch.full(shape, value, dtype=torch.float32).numpy()
 
-    matrices = (filled(height, padded(dim)) for height in (contexts, contexts, targets, places))
+    matrices = (filled(height, padded(dim)) for height in (contexts, contexts, places))
     of_targets = *(filled(targets) for _ in range(3)), filled(targets, value=1)
     logits_N, errors_N, factors_N = (filled(contexts * targets + LANES) for _ in range(3))
     of_pairs = logits_N, errors_N, factors_N, factors_N.view(np.int32)
-    ids = torch.zeros(targets, dtype=torch.int64).numpy(), torch.full((places,), -1).numpy()
-    return (*matrices, *of_targets, *of_pairs, *ids)
+    ids = (torch.zeros(targets, dtype=torch.int64).numpy() for _ in range(2))
+    return (*matrices, *of_targets, *of_pairs, *ids, torch.full((places,), -1).numpy())
 
 
 @inlined
@@ -262,14 +268,6 @@ def _errors(loss, product, contexts, targets, before, batch, memory):
     return loss, product
 
 
-@inlined
-def _add_targets(contexts, targets, memory, unique):
-    """Add the gradients of a center's targets to those of their rows."""
-    for t in range(targets):
-        pairs = contexts * int(memory.times_T[t])
-        _add(memory.ids_T[t], memory.grad_TP, t, pairs, unique)
-
-
 def _prefetching(in_place: bool, borrowed: bool) -> tuple[Callable, Callable]:
     """Return functions that fetch rows of later centers into the CPU's cache."""
     subtracts = int(in_place)
@@ -288,7 +286,7 @@ def _prefetching(in_place: bool, borrowed: bool) -> tuple[Callable, Callable]:
             row = _place(2 * word + 1, borrowed, batch)
             _prefetch_row(batch.records_AR, row, batch.dim, subtracts)
             if not in_place and unique.index_A[row] >= 0:
-                _prefetch_row(unique.grad_UP, unique.index_A[row], batch.dim, 1)
+                _prefetch_row(unique.grad_UP, unique.index_A[row], batch.dim, 0)
 
     @inlined
     def fetch_path_and_context(at, batch):
@@ -431,8 +429,9 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
         """Train a thread's centers; return their loss and pairs."""
         batch, memory, unique = BatchArrays(*batch), Buffers(*memory), UniqueRows(*unique)
         dim, records_AR = batch.dim, batch.records_AR
-        context_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
-        grad_CP, grad_TP = memory.grad_CP, None if in_place else memory.grad_TP
+        context_CP, grad_CP, errors_N = memory.context_CP, memory.grad_CP, memory.errors_N
+        ids_T, indices_T = memory.ids_T, memory.indices_T
+        grad_UP = None if in_place else unique.grad_UP
         loss, product, pairs = 0.0, 1.0, 0
         center = end = 0
         while True:
@@ -467,6 +466,10 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
                 loss, product = _errors(loss, product, contexts, targets, at - left, batch, memory)
             if in_place:
                 fetch_targets(2, later, batch, unique)
+            else:
+                for t in range(targets):
+                    times = contexts * int(memory.times_T[t])
+                    indices_T[t] = _index(ids_T[t], times, unique)
             simd.pair_gradients(
                 errors_N,
                 context_CP,
@@ -477,13 +480,12 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
                 most,
                 dim,
                 grad_CP,
-                grad_TP,
+                grad_UP,
+                indices_T,
             )
             if in_place:
                 fetch_targets(3, later, batch, unique)
             add_context_gradients(left, at, right, share, counted, batch, memory)
-            if not in_place:
-                _add_targets(contexts, targets, memory, unique)
         if not in_place:
             empty_ring(batch.first + shares_nL[thread, 1], batch, memory, unique)
             sort_by_owner(unique, len(shares_nL))

@@ -174,7 +174,7 @@ def test_threads_do_not_write_to_the_same_cache_lines():
 
     grads = ThreadGrads(rows=1000, most=500, dim=100, threads=3)
     of_thread = [UniqueRows(*unique) for unique in grads.of_thread]
-    for written, end in ("grad_UP", None), ("count_1", None), ("starts_O", 3 + 1):
+    for written, end in ("grad_UP", None), ("count_1", None), ("starts_P", 2 * 3 + 1):
         of_threads = [lines(getattr(unique, written)[:end]) for unique in of_thread]
         assert sum(map(len, of_threads)) == len(set.union(*of_threads))
     assert grads.grad_NP.ctypes.data % 64 == grads.grad_NP.strides[0] % 64 == 0

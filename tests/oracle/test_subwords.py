@@ -25,7 +25,7 @@ from w2v.vectors import export
 from w2v.word2vec.batch import Objective
 from w2v.word2vec.cpu_loops import ROWS_PER_OWNER
 from w2v.word2vec.subwords import Subwords
-from w2v.word2vec.subwords_cpu import list_words
+from w2v.word2vec.subwords_cpu import list_words, owned_bags
 
 BUCKETS, LENGTHS = 37, (2, 3)
 WEIGHTED = Objective(weighted=5)
@@ -244,12 +244,12 @@ def test_marks_are_those_of_the_unique_rows():
 def test_owners_list_each_row_with_its_words(owners):
     subwords = Subwords.of(words_of(400), (1, 5, 3000), vectors=700)
     words_W = np.array([0, 5, 6, 77, 399])
-    bags = subwords.begin_V.numpy(), subwords.rows_N.numpy()
     counts_A, found = np.zeros(subwords.rows, np.int32), []
     for owner in range(owners):
+        bags = owned_bags(owner, owners, subwords)
         rows_U, begin_U, words_M = np.zeros((3, len(bags[1])), np.int32)
         lists = counts_A, rows_U, begin_U, words_M
-        count = list_words(owner, owners, words_W, *bags, *lists)
+        count = list_words((owner, owners, subwords.first), words_W, *bags, *lists)
         assert np.array_equal(rows_U[:count], np.unique(rows_U[:count]))
         assert (rows_U[:count] // ROWS_PER_OWNER % owners == owner).all()
         for u in range(count):

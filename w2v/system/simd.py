@@ -71,7 +71,7 @@ class Code:
         self.builder.store(self.fma(x, y, self.builder.load(variable)), variable)
 
     def sums(self, vectors: list[Any]) -> Any:
-        """Return a vector of the sums of vectors, which are at most as many as lanes.
+        """Return the sum of each vector; there are at most as many as lanes.
 
         Halves are added to each other: two vectors become one until one is left, whose groups of
         lanes become single numbers. That takes a third of the instructions of a sum for each.
@@ -269,7 +269,7 @@ def pair_gradients(
     grad_UP,
     at_T,
 ):
-    """Compute the gradients of both rows of all pairs, sums of rows times errors.
+    """Sum the gradients of both rows of all pairs: rows times errors.
 
     grad_CP[c] is set to the sum of errors times rows[ids[t]] over t. The sum of errors times
     context_CP[c] over c is added to grad_UP[at[t]], or, if grad_UP is None, subtracted from the

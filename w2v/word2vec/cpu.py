@@ -9,7 +9,7 @@ Shapes: n threads, V words, A rows, U unique rows of a thread, D dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -38,7 +38,6 @@ from w2v.word2vec.reference import ReferenceKernels
 
 NOTHING = torch.zeros(())  # loss and pairs before there are any
 NO_PLACE = np.zeros(0, np.int32)  # of rows that are not borrowed
-NO_BAGS = NO_PLACE, NO_PLACE  # of rows with gradients of their own
 NO_PATH = tuple(np.zeros(0, kind) for kind in (np.int64, np.int32, np.uint8))  # without a tree
 
 
@@ -65,7 +64,7 @@ class ThreadGrads:
     """Unique rows by thread, with a gradient for each.
 
     of_all: `UniqueRows` with a further dimension, the threads; of_thread: those of each thread;
-    grad_NP: the gradients of all; first_A, int32 -1, and summed_nU, int32, are for `step_rows`.
+    grad_NP: the gradients of all; first_A: int32 -1, for `places`.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
@@ -80,36 +79,47 @@ class ThreadGrads:
         grad_nUP = self.grad_NP.reshape(threads, most, padded(dim))
         # What threads write often is in cache lines of their own.
         count_n1 = np.zeros((threads, LANES), np.int64)[:, :1]
-        starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)
+        starts_nP = np.zeros((threads, 2 * threads + 1 + LANES), np.int64)
         self.of_all = cpu_loops.UniqueRows(
-            index_nA, rows_nU, grad_nUP, pairs_nU, count_n1, owned_rows_nU, owned_nU, starts_nO
+            index_nA, rows_nU, grad_nUP, pairs_nU, count_n1, owned_rows_nU, owned_nU, starts_nP
         )
         # Sliced once: it takes longer than the centers of a small batch.
         self.of_thread = [*zip(*self.of_all, strict=True)]
         self.first_A = np.full(rows, -1, np.int32)
-        blocks = rows // (cpu_loops.ROWS_PER_OWNER * threads) + 1  # of an owner
-        self.summed_nU = np.empty((2 * threads, blocks * cpu_loops.ROWS_PER_OWNER), np.int32)
 
     def has_room(self, rows: int) -> bool:
         return self.of_all.rows_U.shape[1] >= rows
 
-    def gradients(self, count_pairs: bool) -> tuple[np.ndarray, ...]:
-        """Return what `cpu_loops.sum_threads` takes; pairs only if they count."""
-        pairs_N = self.of_all.pairs_U.reshape(-1)[: None if count_pairs else 0]
-        return self.grad_NP, pairs_N, *self.of_all[-3:]
+    def gradients(self, count_pairs: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the gradients, and their pairs if these count."""
+        return self.grad_NP, self.of_all.pairs_U.reshape(-1)[: None if count_pairs else 0]
 
-    def sum(self, owner: int, count_pairs: bool) -> np.ndarray:
-        """Sum gradients over threads; return an owner's rows and places."""
-        summed_2U = self.summed_nU[2 * owner : 2 * owner + 2]
-        grads = self.gradients(count_pairs)
-        return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_A, *summed_2U)]
+    def places(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows of parts [first, last), and the places of their gradients.
+
+        See `cpu_loops.list_places`. An owner has two parts: even rows, then odd ones.
+        """
+        owned, starts_nP = self.of_all[-3:], self.of_all.starts_P
+        most = self.of_all.rows_U.shape[1]
+        total = int((starts_nP[:, last] - starts_nP[:, first]).sum())
+        rows_U, begin_U, places_M = np.empty((3, total + 1), np.int32)
+        lists = rows_U, begin_U, places_M
+        count = cpu_loops.list_places((first, last), owned, most, self.first_A, *lists)
+        return rows_U[:count], begin_U[: count + 1], places_M[:total]
+
+    def sum(self, first: int, last: int, count_pairs: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Sum gradients over threads; return the rows of parts and their places."""
+        rows_U, begin_U, places_M = self.places(first, last)
+        cpu_loops.sum_places(begin_U, places_M, self.gradients(count_pairs))
+        return rows_U, places_M[begin_U[:-1]]
 
     def merge(self, threads: Threads) -> tuple[Tensor, Tensor, Tensor]:
         """Return sorted rows, their gradients summed over all threads, and pairs."""
-        found_2U = np.concatenate(threads.run(lambda owner: self.sum(owner, True)), axis=1)
+        found = threads.run(lambda owner: self.sum(2 * owner, 2 * owner + 2, True))
+        found_2U = np.concatenate(found, axis=1)
         found_2U = found_2U[:, found_2U[0].argsort()]
         rows_U, places_U = torch.from_numpy(found_2U).long()
-        grad_NP, pairs_N = map(torch.from_numpy, self.gradients(True)[:2])
+        grad_NP, pairs_N = map(torch.from_numpy, self.gradients(True))
         grad_UD = grad_NP.index_select(0, places_U)[:, : self.dim]
         return rows_U, grad_UD, pairs_N.index_select(0, places_U)
 
@@ -287,7 +297,7 @@ class CpuKernels(Kernels):
         step = Stepper(update, view, rows)
 
         def step_owned(owner: int) -> int:
-            return step(rows.sum(owner, step.count_pairs), NO_BAGS)
+            return step(rows.places(2 * owner, 2 * owner + 2))
 
         note_faults(state, self.threads.run(step_owned))
 
@@ -336,14 +346,14 @@ class Stepper:
         records_SR = view.records_SR.numpy()
         self.count_pairs = cap > 0
         self._dim = grads.dim
-        self._grads = grads.gradients(self.count_pairs)[:2]
+        self._grads = grads.gradients(self.count_pairs)
         how = formula, optimizer.state_count, records_SR, step_column, constants, cap
         self._how = how
 
-    def __call__(self, rows: Iterable[np.ndarray], bags: tuple[np.ndarray, np.ndarray]) -> int:
+    def __call__(self, rows: tuple[np.ndarray, ...]) -> int:
         """Step rows, see `cpu_loops.step_rows`."""
         # By torch, they begin at a cache line.
         record_R = torch.empty(self._how[2].shape[1], dtype=torch.float32).numpy()
         sums_1P = torch.empty(1, padded(self._dim), dtype=torch.float32).numpy()
         spare = record_R, sums_1P, self._dim
-        return cpu_loops.step_rows(tuple(rows), bags, self._grads, spare, *self._how)
+        return cpu_loops.step_rows(rows, self._grads, spare, *self._how)

@@ -95,12 +95,12 @@ class UniqueRows(NamedTuple):
     count_1: np.ndarray  # int64, how many unique rows there are
     owned_rows_U: np.ndarray  # int32, the rows sorted by the thread that owns them
     owned_indices_U: np.ndarray  # int32, their indices
-    starts_O: np.ndarray  # int64, where the rows of each owner begin among these, and the end
+    starts_P: np.ndarray  # int64, where each part of the rows begins among these, see `_part`
 
 
 @inlined
 def _index(row, pairs, unique):
-    """Return the index of a row among the thread's unique rows, and count its pairs.
+    """Return the index of a row among the unique rows; count its pairs.
 
     A row that the thread has not touched yet is added, with a gradient of zero.
     """
@@ -494,79 +494,97 @@ def compile_gradients(most: int, in_place: bool, cbow: bool, borrowed: bool) -> 
     return loop
 
 
+@inlined
+def _part(row, owners):
+    """Return the part that has a row: owners have even rows, then odd."""
+    return row // ROWS_PER_OWNER % owners * 2 + row % 2
+
+
 @compiled
 def sort_by_owner(unique, owners):
-    """Sort a thread's unique rows and their indices by owner.
+    """Sort a thread's unique rows and their indices by owner, even rows first.
 
-    The rows are forgotten in `index_A` and `count_1`. Those of owner o are at places starts_O[o] to
-    starts_O[o + 1].
+    The rows are forgotten in `index_A` and `count_1`. Those of part p, see `_part`, are at places
+    starts_P[p] to starts_P[p + 1].
     """
     unique = UniqueRows(*unique)
-    rows_U, starts_O = unique.rows_U, unique.starts_O
-    starts_O[: owners + 1] = 0
+    rows_U, starts_P = unique.rows_U, unique.starts_P
+    starts_P[: 2 * owners + 1] = 0
     for u in range(unique.count_1[0]):
-        starts_O[rows_U[u] // ROWS_PER_OWNER % owners] += 1
+        starts_P[_part(rows_U[u], owners)] += 1
         unique.index_A[rows_U[u]] = -1
-    for owner in range(owners):  # at first, where the rows of each owner end
-        starts_O[owner + 1] += starts_O[owner]
+    for part in range(2 * owners):  # at first, where the rows of each part end
+        starts_P[part + 1] += starts_P[part]
     for u in range(unique.count_1[0] - 1, -1, -1):
-        owner = rows_U[u] // ROWS_PER_OWNER % owners
-        starts_O[owner] -= 1
-        unique.owned_rows_U[starts_O[owner]] = rows_U[u]
-        unique.owned_indices_U[starts_O[owner]] = u
+        part = _part(rows_U[u], owners)
+        starts_P[part] -= 1
+        unique.owned_rows_U[starts_P[part]] = rows_U[u]
+        unique.owned_indices_U[starts_P[part]] = u
     unique.count_1[0] = 0
 
 
 @compiled
-def sum_threads(owner, grads, first_A, rows_U, sums_U):
-    """Sum the gradients of an owner's rows over the threads, in their order.
+def list_places(parts, owned, most, first_A, rows_U, begin_U, places_M):
+    """List the rows of parts [begin, end), and the places of their gradients by thread.
 
-    Sets `rows_U` to these rows and `sums_U` to where in `grad_NP` the sum of each is: in the place
-    of its first thread. Returns their number.
+    The gradients of row u are at places_M[begin_U[u]] to places_M[begin_U[u + 1] - 1] of `grad_NP`,
+    which has `most` of each thread. Returns the number of rows.
     """
-    grad_NP, pairs_N, owned_rows_nU, owned_indices_nU, starts_nO = grads
-    threads, most = owned_rows_nU.shape
-    padded = grad_NP.shape[1]
+    begin, end = parts
+    owned_rows_nU, owned_indices_nU, starts_nP = owned
     count = 0
-    for n in range(threads):
-        end = starts_nO[n, owner + 1]
-        for i in range(starts_nO[n, owner], end):
-            if i + PREFETCH_ROWS < end:
-                later = n * most + owned_indices_nU[n, i + PREFETCH_ROWS]
-                _prefetch_row(grad_NP, later, padded, 0)
-            row, place = owned_rows_nU[n, i], n * most + owned_indices_nU[n, i]
-            first = first_A[row]
-            if first < 0:
-                first_A[row] = place
+    for n in range(len(starts_nP)):
+        for i in range(starts_nP[n, begin], starts_nP[n, end]):
+            row = owned_rows_nU[n, i]
+            if first_A[row] < 0:
+                first_A[row] = count
                 rows_U[count] = row
-                sums_U[count] = place
+                begin_U[count + 1] = 0
                 count += 1
-            else:
-                simd.blend(one, grad_NP, first, one, grad_NP, place, padded)
-                if len(pairs_N):
-                    pairs_N[first] += pairs_N[place]
+            begin_U[first_A[row] + 1] += 1  # at first, how many gradients it has
+    total = 0
+    begin_U[0] = 0
+    for u in range(count):
+        gradients = begin_U[u + 1]
+        begin_U[u + 1] = total  # then where the next one goes
+        total += gradients
+    for n in range(len(starts_nP)):
+        for i in range(starts_nP[n, begin], starts_nP[n, end]):
+            u = first_A[owned_rows_nU[n, i]]
+            places_M[begin_U[u + 1]] = n * most + owned_indices_nU[n, i]
+            begin_U[u + 1] += 1
     for u in range(count):
         first_A[rows_U[u]] = -1
     return count
 
 
 @inlined
-def _sum_words(begin, end, bags, grads, sums_1P):
-    """Set `sums_1P` to the sum of the gradients of words; return their pairs."""
-    words_M, place_W = bags
+def _sum_gradients(begin, end, places_M, grads, sums_UP, u):
+    """Set sums_UP[u] to the sum of gradients; return their pairs."""
     grad_NP, pairs_N = grads
     padded, pairs = grad_NP.shape[1], np.int32(0)
     for m in range(begin, end):
-        if m + PREFETCH_ROWS < len(words_M):
-            _prefetch_row(grad_NP, place_W[words_M[m + PREFETCH_ROWS]], padded, 0)
-        place = place_W[words_M[m]]
+        if m + PREFETCH_ROWS < len(places_M):
+            _prefetch_row(grad_NP, places_M[m + PREFETCH_ROWS], padded, 0)
+        place = places_M[m]
         if m == begin:
-            simd.blend(0, sums_1P, 0, one, grad_NP, place, padded)
+            simd.blend(0, sums_UP, u, one, grad_NP, place, padded)
         else:
-            simd.blend(one, sums_1P, 0, one, grad_NP, place, padded)
+            simd.blend(one, sums_UP, u, one, grad_NP, place, padded)
         if len(pairs_N):
             pairs += pairs_N[place]
     return pairs
+
+
+@compiled
+def sum_places(begin_U, places_M, grads):
+    """Sum the gradients of each row, and their pairs, in the place of its first one."""
+    grad_NP, pairs_N = grads
+    for u in range(len(begin_U) - 1):
+        place = places_M[begin_U[u]]
+        pairs = _sum_gradients(begin_U[u], begin_U[u + 1], places_M, grads, grad_NP, place)
+        if len(pairs_N):
+            pairs_N[place] = pairs
 
 
 @inlined
@@ -629,35 +647,28 @@ def _step_row(record_R, grad_D, step, formula, states, dim, constants):
 
 
 @compiled
-def step_rows(rows, bags, grads, spare, formula, states, records_AR, step_column, constants, cap):
-    """Step unique rows; each has a gradient, or those of words.
+def step_rows(rows, grads, spare, formula, states, records_AR, step_column, constants, cap):
+    """Step unique rows with the sums of their gradients.
 
     The formulas are those of optim.cu, which says what a single state of Adam is. The gradient is
     scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that would not
     stay finite is left as it was; returns 1 if there was an input vector, plus 2 if there was an
     output vector.
 
-    rows: the unique rows, and where the gradient of each is; grads: the gradients, and their pairs,
-    empty if cap is 0. bags: empty, or words of rows, where those of each begin in place of its
-    gradient, and where the gradient of each word is. spare: a record, a gradient and its size.
+    rows: the unique rows and where their gradients are, see `list_places`; grads: the gradients,
+    and their pairs, empty if cap is 0. spare: a record, a gradient and its size.
     """
-    rows_U, places_U = rows
-    words_M, _ = bags
-    grad_NP, pairs_N = grads
+    rows_U, begin_U, places_M = rows
     before_R, sums_1P, dim = spare
+    grad_D = sums_1P[0, :dim]
     width = records_AR.shape[1]
     faults = 0
     for u in range(len(rows_U)):
         if u + PREFETCH_ROWS < len(rows_U):
             _prefetch_row(records_AR, rows_U[u + PREFETCH_ROWS], width, 1)
-        row, place = rows_U[u], places_U[u]
+        row = rows_U[u]
         record_R = records_AR[row]
-        if len(words_M):
-            pairs = _sum_words(place, places_U[u + 1], bags, grads, sums_1P)
-            grad_D = sums_1P[0, :dim]
-        else:
-            pairs = pairs_N[place] if len(pairs_N) else np.int32(0)
-            grad_D = grad_NP[place, :dim]
+        pairs = _sum_gradients(begin_U[u], begin_U[u + 1], places_M, grads, sums_1P, 0)
         if 0 < cap < pairs:
             scale = np.float32(cap / pairs)
             for d in range(dim):

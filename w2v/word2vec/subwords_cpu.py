@@ -23,7 +23,6 @@ from w2v.system import simd
 from w2v.system.simd import LANES
 from w2v.word2vec.batch import Batch, Grads, RowGrads, StepState, Update
 from w2v.word2vec.cpu import (
-    NO_BAGS,
     NO_PATH,
     CpuKernels,
     Stepper,
@@ -43,7 +42,7 @@ from w2v.word2vec.cpu_loops import (
     zero,
 )
 from w2v.word2vec.reference import ReferenceKernels
-from w2v.word2vec.subwords import SubwordKernels
+from w2v.word2vec.subwords import SubwordKernels, Subwords
 
 
 class WordGrads(NamedTuple):
@@ -63,8 +62,12 @@ class CpuSubwordKernels(SubwordKernels):
     inner: CpuKernels
 
     @cached_property
-    def _bags(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.subwords.begin_V.numpy(), self.subwords.rows_N.numpy()
+    def _bags(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The rows of each word that an owner has, and where those of each word begin."""
+        return [
+            owned_bags(owner, self.inner.threads.count, self.subwords)
+            for owner in range(self.inner.threads.count)
+        ]
 
     @cached_property
     def _counts_A(self) -> np.ndarray:
@@ -76,10 +79,9 @@ class CpuSubwordKernels(SubwordKernels):
     def gradients(self, batch: Batch, view: View, grads: Any, lr: float) -> Any:
         """Compose the batch's words, then add the gradients of their vectors."""
         words_W = self._words(batch)
-        begin_V, _ = self._bags
-        count_W = begin_V[words_W + 1] - begin_V[words_W]
-        share_W = (1 / count_W).astype(np.float32)
-        lists = self._lists(words_W, int(count_W.sum()))
+        begin_V = self.subwords.begin_V.numpy()
+        share_W = (1 / (begin_V[words_W + 1] - begin_V[words_W])).astype(np.float32)
+        lists = self._lists(words_W)
         threads, dim = self.inner.threads, self.shape.dim
         records_AR = view.records_SR.numpy()
         # Threads share the columns, as words have rows in common; and the words, if there are more.
@@ -115,16 +117,18 @@ class CpuSubwordKernels(SubwordKernels):
         threads.run(mark)
         return np.flatnonzero(is_used_A) // 2
 
-    def _lists(self, words_W: np.ndarray, most: int) -> list[tuple[np.ndarray, ...]]:
-        """Return each owner's rows of words, see `list_words`; most: of all words."""
-        threads = self.inner.threads
-        begin_V, rows_N = self._bags
+    def _lists(self, words_W: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+        """Return each owner's rows of words, see `list_words`."""
+        threads, first = self.inner.threads, self.subwords.first
 
         def list_owned(owner: int) -> tuple[np.ndarray, ...]:
+            begin_V, rows_N = self._bags[owner]
+            most = int((begin_V[words_W + 1] - begin_V[words_W]).sum())
             rows_U, begin_U, words_M = np.empty((3, most + 1), np.int32)
             lists = self._counts_A, rows_U, begin_U, words_M
-            count = list_words(owner, threads.count, words_W, begin_V, rows_N, *lists)
-            return rows_U[:count], begin_U[: count + 1], words_M[: begin_U[count]]
+            owned = owner, threads.count, first
+            count = list_words(owned, words_W, begin_V, rows_N, *lists)
+            return rows_U[:count], begin_U[: count + 1], words_M[:most]
 
         return threads.run(list_owned)
 
@@ -142,15 +146,13 @@ class CpuSubwordKernels(SubwordKernels):
         place_W = np.empty(len(words_W), np.int32)
 
         def step_outputs(owner: int) -> int:
-            rows_U, places_U = rows.sum(owner, step.count_pairs)
-            is_input_U = rows_U % 2 == 0
-            inputs_U = np.searchsorted(words_W, rows_U[is_input_U] // 2)
-            place_W[inputs_U] = places_U[is_input_U]
-            return step((rows_U[~is_input_U], places_U[~is_input_U]), NO_BAGS)
+            inputs_U, places_U = rows.sum(2 * owner, 2 * owner + 1, step.count_pairs)
+            place_W[np.searchsorted(words_W, inputs_U // 2)] = places_U
+            return step(rows.places(2 * owner + 1, 2 * owner + 2))
 
         def step_composing(owner: int) -> int:
             rows_U, begin_U, words_M = lists[owner]
-            return step((rows_U, begin_U), (words_M, place_W))
+            return step((rows_U, begin_U, place_W[words_M]))
 
         note_faults(state, threads.run(step_outputs) + threads.run(step_composing))
 
@@ -195,18 +197,26 @@ def compose(is_first, words_W, share_W, words, lists, records_AR, columns):
                 simd.blend(one, part_AD, 2 * words_W[w], share_W[w], part_AD, rows_U[u], dim)
 
 
+def owned_bags(owner: int, owners: int, subwords: Subwords) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of words that an owner has, and where those of each word begin."""
+    begin_V, rows_N = subwords.begin_V.numpy(), subwords.rows_N.numpy()
+    is_owned_N = rows_N // ROWS_PER_OWNER % owners == owner
+    count_N = np.concatenate([[0], is_owned_N.cumsum(dtype=np.int64)])
+    return count_N[begin_V], rows_N[is_owned_N]
+
+
 @compiled
-def list_words(owner, owners, words_W, begin_V, rows_N, counts_A, rows_U, begin_U, words_M):
+def list_words(owned, words_W, begin_V, rows_N, counts_A, rows_U, begin_U, words_M):
     """List the rows of words that an owner has, sorted, and the words of each.
 
-    words_M: places in `words_W`, those of row u from begin_U[u] on; counts_A: zeros, shared by
-    owners. Returns how many rows there are.
+    owned: its number, how many owners there are, and the first row of words; begin_V and rows_N:
+    see `owned_bags`; words_M: places in `words_W`, those of row u from begin_U[u] on; counts_A:
+    zeros, shared by owners. Returns how many rows there are.
     """
-    first = rows_N[0]
+    owner, owners, first = owned
     for word in words_W:
         for i in range(begin_V[word], begin_V[word + 1]):
-            if owners == 1 or rows_N[i] // ROWS_PER_OWNER % owners == owner:
-                counts_A[rows_N[i] - first] += 1
+            counts_A[rows_N[i] - first] += 1
     count = listed = 0
     rows = first + len(counts_A)
     block = first // ROWS_PER_OWNER
@@ -223,9 +233,8 @@ def list_words(owner, owners, words_W, begin_V, rows_N, counts_A, rows_U, begin_
     begin_U[count] = listed
     for w in range(len(words_W)):
         for i in range(begin_V[words_W[w]], begin_V[words_W[w] + 1]):
-            if owners == 1 or rows_N[i] // ROWS_PER_OWNER % owners == owner:
-                words_M[counts_A[rows_N[i] - first]] = w
-                counts_A[rows_N[i] - first] += 1
+            words_M[counts_A[rows_N[i] - first]] = w
+            counts_A[rows_N[i] - first] += 1
     for u in range(count):
         counts_A[rows_U[u] - first] = 0
     return count

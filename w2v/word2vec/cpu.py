@@ -20,7 +20,7 @@ from torch import Tensor
 
 from w2v.rows.ops import View
 from w2v.system.simd import AT_ONCE, LANES
-from w2v.word2vec import cpu_loops, reference
+from w2v.word2vec import cpu_loops
 from w2v.word2vec.batch import (
     Batch,
     BatchSeed,
@@ -95,7 +95,7 @@ class ThreadGrads:
         return self.grad_NP, self.of_all.pairs_U.reshape(-1)[: None if count_pairs else 0]
 
     def places(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows of parts [first, last), and the places of their gradients.
+        """Return the rows of parts [first, last) and their gradients' places.
 
         See `cpu_loops.list_places`. An owner has two parts: even rows, then odd ones.
         """
@@ -201,8 +201,12 @@ class CpuKernels(Kernels):
         kept, sentences = (
             np.concatenate([array[part] for part in parts]) for array in (kept_n, sentences_n)
         )
-        words_n = torch.from_numpy(kept)
-        return reference.interleave(words_n, torch.from_numpy(sentences), block_words, batch_size)
+        mixed = kept, sentences
+        if block_words:  # without torch's threads, which spin for a while after each operation
+            mixed = np.empty_like(kept), np.empty_like(sentences)
+            batches = max(1, -(-len(kept) // batch_size))
+            cpu_loops.interleave(kept, sentences, block_words, batches, *mixed)
+        return torch.from_numpy(mixed[0]), torch.from_numpy(mixed[1])
 
     def list_rows(self, batch: Batch) -> Tensor:
         is_listed_A = np.zeros(self.shape.rows, np.bool_)

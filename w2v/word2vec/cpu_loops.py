@@ -525,10 +525,10 @@ def sort_by_owner(unique, owners):
 
 @compiled
 def list_places(parts, owned, most, first_A, rows_U, begin_U, places_M):
-    """List the rows of parts [begin, end), and the places of their gradients by thread.
+    """List the rows of parts [begin, end) and their gradients' places.
 
     The gradients of row u are at places_M[begin_U[u]] to places_M[begin_U[u + 1] - 1] of `grad_NP`,
-    which has `most` of each thread. Returns the number of rows.
+    sorted by thread, of which each has `most`. Returns the number of rows.
     """
     begin, end = parts
     owned_rows_nU, owned_indices_nU, starts_nP = owned
@@ -578,7 +578,7 @@ def _sum_gradients(begin, end, places_M, grads, sums_UP, u):
 
 @compiled
 def sum_places(begin_U, places_M, grads):
-    """Sum the gradients of each row, and their pairs, in the place of its first one."""
+    """Sum the gradients and pairs of each row in the place of its first."""
     grad_NP, pairs_N = grads
     for u in range(len(begin_U) - 1):
         place = places_M[begin_U[u]]
@@ -787,3 +787,23 @@ def subsample(begin, end, key, words_N, edges_S, keep_V, trained_S, kept_n, sent
             sentences_n[n] = sentence
             n += _unit(_splitmix64(i, key)) < keep_V[word]
     return n - edges_S[begin]
+
+
+@compiled
+def interleave(words_n, sentences_n, block_words, batches, mixed_words_n, mixed_sentences_n):
+    """Distribute the blocks of a text over its batches in turn.
+
+    As `reference.interleave`, whose last block stays in place if it is not full.
+    """
+    blocks = len(words_n) // block_words
+    number = n = 0  # of blocks and of words that are written
+    for batch in range(batches):
+        for block in range(batch, blocks, batches):
+            for i in range(block * block_words, (block + 1) * block_words):
+                mixed_words_n[n] = words_n[i]
+                mixed_sentences_n[n] = 2 * sentences_n[i] + number % 2
+                n += 1
+            number += 1
+    for i in range(n, len(words_n)):
+        mixed_words_n[i] = words_n[i]
+        mixed_sentences_n[i] = 2 * sentences_n[i] + number % 2

@@ -63,7 +63,7 @@ class CpuSubwordKernels(SubwordKernels):
 
     @cached_property
     def _bags(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The rows of each word that an owner has, and where those of each word begin."""
+        """Where each owner's rows of each word begin, and these rows."""
         return [
             owned_bags(owner, self.inner.threads.count, self.subwords)
             for owner in range(self.inner.threads.count)
@@ -198,7 +198,7 @@ def compose(is_first, words_W, share_W, words, lists, records_AR, columns):
 
 
 def owned_bags(owner: int, owners: int, subwords: Subwords) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of words that an owner has, and where those of each word begin."""
+    """Return where the rows of each word begin, and the rows, of an owner."""
     begin_V, rows_N = subwords.begin_V.numpy(), subwords.rows_N.numpy()
     is_owned_N = rows_N // ROWS_PER_OWNER % owners == owner
     count_N = np.concatenate([[0], is_owned_N.cumsum(dtype=np.int64)])

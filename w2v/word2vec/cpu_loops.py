@@ -665,7 +665,7 @@ def step_rows(rows, grads, spare, formula, states, records_AR, step_column, cons
     faults = 0
     for u in range(len(rows_U)):
         if u + PREFETCH_ROWS < len(rows_U):
-            _prefetch_row(records_AR, rows_U[u + PREFETCH_ROWS], width, 1)
+            _prefetch_row(records_AR, rows_U[u + PREFETCH_ROWS], width, 0)
         row = rows_U[u]
         record_R = records_AR[row]
         pairs = _sum_gradients(begin_U[u], begin_U[u + 1], places_M, grads, sums_1P, 0)

@@ -70,31 +70,10 @@ class Code:
         """Add x * y to a variable."""
         self.builder.store(self.fma(x, y, self.builder.load(variable)), variable)
 
-    def sums(self, vectors: list[Any]) -> Any:
-        """Return the sum of each vector; there are at most as many as lanes.
-
-        Halves are added to each other: two vectors become one until one is left, whose groups of
-        lanes become single numbers. That takes a third of the instructions of a sum for each.
-        """
-        count, size = len(vectors), LANES  # of a group of lanes that is still to be summed
-        while size > 1:
-            if len(vectors) % 2:
-                vectors = [*vectors, ZEROS]
-            lanes = [lane for lane in range(2 * LANES) if lane % size < size // 2]
-            lower, upper = lanes, [lane + size // 2 for lane in lanes]
-            vectors = [
-                self.builder.fadd(
-                    self._shuffle(one, other, lower), self._shuffle(one, other, upper), flags=FAST
-                )
-                for one, other in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-            size //= 2
-        return self._shuffle(vectors[0], ZEROS, range(count))
-
-    def _shuffle(self, one: Any, other: Any, lanes: Sequence[int]) -> Any:
-        """Return these lanes of two vectors."""
-        kind = ir.VectorType(ir.IntType(32), len(lanes))
-        return self.builder.shuffle_vector(one, other, ir.Constant(kind, list(lanes)))
+    def sum(self, vector: Any) -> Any:
+        """Return the sum of a vector's numbers."""
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+        return self.call(name, ir.FloatType(), [ir.FloatType()(-0.0), vector], fastmath=FAST)
 
     def mask(self, numbers: Any) -> Any:
         """Return which lanes are below a number."""
@@ -244,9 +223,9 @@ def dots(typing, context_CP, contexts, rows_VR, ids_T, targets, most, dim, logit
                         code.add_product(total, x, rows_VR.load(row, column, mask=mask))
 
                 code.columns(dim, part)
-                logits = code.sums([builder.load(total) for total in sums])
-                place = logits_N.address([builder.add(builder.mul(c, targets), numbers[0])])
-                builder.store(logits, builder.bitcast(place, logits.type.as_pointer()), align=4)
+                for t, total in zip(numbers, sums, strict=True):
+                    place = builder.add(builder.mul(c, targets), t)
+                    builder.store(code.sum(builder.load(total)), logits_N.address([place]))
         return context.get_dummy_value()
 
     shape = types.int64, most, types.int64
@@ -256,39 +235,26 @@ def dots(typing, context_CP, contexts, rows_VR, ids_T, targets, most, dim, logit
 
 @intrinsic(prefer_literal=True)
 def pair_gradients(
-    typing,
-    error_N,
-    context_CP,
-    contexts,
-    rows_VR,
-    ids_T,
-    targets,
-    most,
-    dim,
-    grad_CP,
-    grad_UP,
-    at_T,
+    typing, err_N, context_CP, contexts, rows_VR, ids_T, targets, most, dim, grad_CP, sum_UP, at_T
 ):
     """Sum the gradients of both rows of all pairs: rows times errors.
 
     grad_CP[c] is set to the sum of errors times rows[ids[t]] over t. The sum of errors times
-    context_CP[c] over c is added to grad_UP[at[t]], or, if grad_UP is None, subtracted from the
+    context_CP[c] over c is added to sum_UP[at[t]], or, if sum_UP is None, subtracted from the
     row. The rows must all differ.
     """
-    subtracts = isinstance(grad_UP, types.NoneType)
+    subtracts = isinstance(sum_UP, types.NoneType)
 
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
-        error_N, context_CP, contexts, rows_VR, ids_T, targets, _, dim, *grads = code.arguments
-        grad_CP, grad_UP, at_T = grads
+        err_N, context_CP, contexts, rows_VR, ids_T, targets, _, dim, *grads = code.arguments
+        grad_CP, sum_UP, at_T = grads
         # Rows and gradients of a group of targets are in registers while contexts pass by.
         for numbers in _groups(code, targets, most):
-            rows, places = ([array.number(t) for t in numbers] for array in (ids_T, at_T))
+            rows, at = ([array.number(t) for t in numbers] for array in (ids_T, at_T))
             is_first = builder.icmp_unsigned("==", numbers[0], INT64(0))
 
-            def part(
-                column, mask=None, numbers=numbers, rows=rows, places=places, is_first=is_first
-            ):
+            def part(column, mask=None, numbers=numbers, rows=rows, at=at, is_first=is_first):
                 vectors = [rows_VR.load(row, column, mask=mask) for row in rows]
                 sums = code.zeros(len(rows))
                 with cgutils.for_range(builder, contexts, intp=INT64) as loop:
@@ -296,22 +262,22 @@ def pair_gradients(
                     x = context_CP.load(c, column)
                     grad = builder.select(is_first, ZEROS, grad_CP.load(c, column))
                     for t, vector, total in zip(numbers, vectors, sums, strict=True):
-                        error = code.splat(error_N.number(builder.add(errors, t)))
+                        error = code.splat(err_N.number(builder.add(errors, t)))
                         grad = code.fma(error, vector, grad)
                         code.add_product(total, error, x)
                     grad_CP.store(grad, c, column)
-                for row, to, vector, total in zip(rows, places, vectors, sums, strict=True):
+                for row, to, vector, total in zip(rows, at, vectors, sums, strict=True):
                     grad = builder.load(total)
                     if subtracts:
                         updated = builder.fsub(vector, grad, flags=FAST)
                         rows_VR.store(updated, row, column, mask=mask)
                     else:
-                        updated = builder.fadd(grad_UP.load(to, column), grad, flags=FAST)
-                        grad_UP.store(updated, to, column)
+                        updated = builder.fadd(sum_UP.load(to, column), grad, flags=FAST)
+                        sum_UP.store(updated, to, column)
 
             code.columns(dim, part)
         return context.get_dummy_value()
 
     shape = types.int64, most, types.int64
-    kinds = error_N, context_CP, types.int64, rows_VR, ids_T, *shape, grad_CP
-    return types.void(*kinds, grad_UP, at_T), generate
+    kinds = err_N, context_CP, types.int64, rows_VR, ids_T, *shape, grad_CP
+    return types.void(*kinds, sum_UP, at_T), generate

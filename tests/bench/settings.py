@@ -188,7 +188,8 @@ def fit(args: argparse.Namespace) -> None:
                 # Places inside of texts are kept for the check.
                 if (key := named(row)) and "@" not in row["text"]:
                     scores = [float(row[name]) for name in COLUMNS if row.get(name)]
-                    runs[key[0], key[1], row["text"]][key[2]].append(float(np.mean(scores)))
+                    if scores:  # of a text, not a graph
+                        runs[key[0], key[1], row["text"]][key[2]].append(float(np.mean(scores)))
     best = {key: best_rate(rates) for key, rates in runs.items() if len(rates) > 2}
     print("setting         by the rule  best rates, times those with nothing set")
     for name, (pairs, size) in RATIOS.items():

@@ -235,20 +235,31 @@ def dots(typing, context_CP, contexts, rows_VR, ids_T, targets, most, dim, logit
 
 @intrinsic(prefer_literal=True)
 def pair_gradients(
-    typing, err_N, context_CP, contexts, rows_VR, ids_T, targets, most, dim, grad_CP, sum_UP, at_T
+    typing,
+    error_N,
+    context_CP,
+    contexts,
+    rows_VR,
+    ids_T,
+    targets,
+    most,
+    dim,
+    grad_CP,
+    grad_UP,
+    at_T,
 ):
     """Sum the gradients of both rows of all pairs: rows times errors.
 
     grad_CP[c] is set to the sum of errors times rows[ids[t]] over t. The sum of errors times
-    context_CP[c] over c is added to sum_UP[at[t]], or, if sum_UP is None, subtracted from the
+    context_CP[c] over c is added to grad_UP[at[t]], or, if grad_UP is None, subtracted from the
     row. The rows must all differ.
     """
-    subtracts = isinstance(sum_UP, types.NoneType)
+    subtracts = isinstance(grad_UP, types.NoneType)
 
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
-        err_N, context_CP, contexts, rows_VR, ids_T, targets, _, dim, *grads = code.arguments
-        grad_CP, sum_UP, at_T = grads
+        error_N, context_CP, contexts, rows_VR, ids_T, targets, _, dim, *grads = code.arguments
+        grad_CP, grad_UP, at_T = grads
         # Rows and gradients of a group of targets are in registers while contexts pass by.
         for numbers in _groups(code, targets, most):
             rows, at = ([array.number(t) for t in numbers] for array in (ids_T, at_T))
@@ -262,7 +273,7 @@ def pair_gradients(
                     x = context_CP.load(c, column)
                     grad = builder.select(is_first, ZEROS, grad_CP.load(c, column))
                     for t, vector, total in zip(numbers, vectors, sums, strict=True):
-                        error = code.splat(err_N.number(builder.add(errors, t)))
+                        error = code.splat(error_N.number(builder.add(errors, t)))
                         grad = code.fma(error, vector, grad)
                         code.add_product(total, error, x)
                     grad_CP.store(grad, c, column)
@@ -272,12 +283,12 @@ def pair_gradients(
                         updated = builder.fsub(vector, grad, flags=FAST)
                         rows_VR.store(updated, row, column, mask=mask)
                     else:
-                        updated = builder.fadd(sum_UP.load(to, column), grad, flags=FAST)
-                        sum_UP.store(updated, to, column)
+                        updated = builder.fadd(grad_UP.load(to, column), grad, flags=FAST)
+                        grad_UP.store(updated, to, column)
 
             code.columns(dim, part)
         return context.get_dummy_value()
 
     shape = types.int64, most, types.int64
-    kinds = err_N, context_CP, types.int64, rows_VR, ids_T, *shape, grad_CP
-    return types.void(*kinds, sum_UP, at_T), generate
+    kinds = error_N, context_CP, types.int64, rows_VR, ids_T, *shape, grad_CP
+    return types.void(*kinds, grad_UP, at_T), generate

@@ -541,7 +541,8 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                 parts = zip(its_tables, counts, seeds, strict=True)
                 for (_, page, grad_UD), counted, seed in parts:
                     for rows_u, grad_uD, _ in _in_parts(page.rows(), grad_UD):
-                        group.step(optimizer, counted, seed, grad_uD, lr, rows_u)
+                        if len(rows_u):
+                            group.step(optimizer, counted, seed, grad_uD, lr, rows_u)
             for table, _, _ in its_tables:
                 table.store.version += 1
                 table.drop_page()

@@ -84,7 +84,9 @@ def make_subword_step(config, subwords, dim, kernels="reference", ranks=SINGLE, 
     vectors = subwords.vectors + -(-subwords.rows // 2)
     step = make_step(config, vectors, dim, kernels, ranks=ranks, **how)
     kinds = {CpuKernels: CpuSubwordKernels, CudaKernels: CudaSubwordKernels}
-    kind = SubwordKernels if ranks.size > 1 else kinds.get(type(step.kernels), SubwordKernels)
+    if ranks.size > 1:
+        del kinds[CpuKernels]
+    kind = kinds.get(type(step.kernels), SubwordKernels)
     count_pairs = config.occurrence_cap > 0
     shape = StepShape(vectors, dim, step.table.dtype, step.state.device, count_pairs, ranks.size)
     step.kernels = step.exchange.kernels = kind(step.kernels, subwords, shape)

@@ -169,7 +169,7 @@ def make_table(plan: Plan, draws_vectors: bool) -> Table:
 
 def find_peers(plan: Plan) -> PeerMemory | None:
     """Return the memory of all ranks' GPUs, if ranks can read each other's."""
-    if plan.ranks.size == 1 or plan.kernels != "cuda":
+    if plan.ranks.size == 1 or plan.kernels != "cuda" or plan.subwords:
         return None
     peers = PeerMemory(plan.ranks)
     if why := peers.obstacle(plan.device):
@@ -195,7 +195,7 @@ def make_kernels(plan: Plan) -> Kernels:
     kernels, subwords = make_word_kernels(plan), plan.subwords
     if not subwords:
         return kernels
-    if isinstance(kernels, CudaKernels) and not isinstance(kernels, TorchStepKernels):
+    if plan.kernels == "cuda" and plan.optimizer.formula:
         return CudaSubwordKernels(kernels, subwords, plan.shape)
     if plan.kernels == "cpu" and plan.ranks.size == 1:
         from w2v.word2vec.subwords_cpu import CpuSubwordKernels  # as above

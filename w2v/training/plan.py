@@ -90,9 +90,6 @@ def make_plan(
     is asked for.
     """
     machine = Machine.here(ranks)
-    if config.model.subwords and ranks.size > 1 and choose_device(config, machine).type == "cuda":
-        remedy = "leave out --gpus or torchrun, or set train.device=cpu"
-        raise ConfigError(f"model.subwords=true trains on one GPU; {remedy}")
     if "fasttext" in config.run.formats and not (config.model.subwords and config.model.negative):
         needs = "model.subwords=true and model.negative above 0"
         raise ConfigError(f"run.formats={config.run.formats} needs {needs}")

@@ -202,7 +202,7 @@ class RowGrads(NamedTuple):
     """
 
     index_A: Tensor | None  # int32, where each touched row is among the unique ones
-    rows_U: Tensor | None  # int32, the row of each index; None: rows borrowed from other ranks
+    rows_U: Tensor | None  # int32, the row of each index; None: rows read from peers
     grad_UD: Tensor
     pairs_U: Tensor | None  # int32, how many pairs each gradient sums, where they are counted
     row_count: Tensor | None  # int64 scalar on the device
@@ -210,7 +210,7 @@ class RowGrads(NamedTuple):
     def unique_rows(self) -> Tensor:
         """Return the rows without the rest of the buffer; wait for the device."""
         if self.rows_U is None:
-            raise ValueError("rows borrowed from other ranks are not listed")
+            raise ValueError("rows that are read from peers are not listed")
         if self.row_count is None:
             return self.rows_U
         return self.rows_U[: int(self.row_count)]

@@ -202,7 +202,7 @@ class RankExchange(Exchange[Route]):
         grad_dtype = torch.promote_types(weight_UD.dtype, torch.float32)
         grad_UD = torch.zeros(weight_UD.shape, dtype=grad_dtype, device=rows_U.device)
         pairs_U = torch.zeros_like(index_U) if self.shape.count_pairs else None
-        rows = RowGrads(self._index_A, None, grad_UD, pairs_U, None)
+        rows = RowGrads(self._index_A, rows_U.int(), grad_UD, pairs_U, None)
         loss, pairs = next(self._sums)
         return Grads(rows, loss, pairs), View(weight_UD, self._index_A)
 

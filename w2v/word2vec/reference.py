@@ -295,9 +295,8 @@ class ReferenceKernels(Kernels):
             contexts_BC=torch.where(context_mask_BC, rows.index_A[contexts_BC], 0).long(),
             targets_BT=torch.where(target_mask_BT, rows.index_A[targets_BT], 0).long(),
         )
-        weight_UD = view.records_SR[:, : self.shape.dim]
-        if rows.rows_U is not None:  # borrowed rows lie in the order of their indices
-            weight_UD = weight_UD.index_select(0, view.slots(rows.rows_U.long()))
+        slots_U = view.slots(rows.unique_rows().long())
+        weight_UD = view.records_SR[:, : self.shape.dim].index_select(0, slots_U)
         weight_UD = weight_UD.to(self._grad_dtype)
         cbow = batch.objective.cbow
         batch_loss = gradients(weight_UD, places, rows.grad_UD, self._product, batch.objective)

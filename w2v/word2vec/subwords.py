@@ -104,16 +104,15 @@ class Subwords:
         at_N = shift_W[place_N] + torch.arange(len(place_N), device=words_W.device)
         return self.rows_N[at_N].long(), place_N
 
-    def words_in(self, is_used_A: Tensor) -> Tensor:
-        """Return the words whose input vectors are used: int64 [W].
-
-        Waits for the device.
-        """
-        return is_used_A[: 2 * self.words : 2].nonzero().flatten()
+    def words_among(self, rows_U: Tensor) -> Tensor:
+        """Return the words whose input vectors are among rows: int64 [W]."""
+        is_word_U = (rows_U % 2 == 0) & (rows_U < 2 * self.words)
+        return rows_U[is_word_U].long() // 2
 
     def mark(self, marks_A: Tensor) -> None:
         """Set also the marks of the rows of marked words."""
-        marks_A.index_fill_(0, self.rows_of(self.words_in(marks_A))[0], True)
+        words_W = self.words_among(marks_A[: self.first].nonzero().flatten())
+        marks_A.index_fill_(0, self.rows_of(words_W)[0], True)
 
     def compose(self, view: View, dim: int, words_W: Tensor) -> None:
         """Write the input vectors of words: means of their rows, in float32."""
@@ -202,33 +201,30 @@ class SubwordKernels(Kernels):
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
         rows = grads.rows
-        is_borrowed = rows.rows_U is None
-        if is_borrowed:  # the index has rows of other batches too
-            is_used_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
-            self.inner.mark(batch, is_used_A)
-        else:
-            is_used_A = _index(rows) >= 0
-        words_W = self.subwords.words_in(is_used_A)
+        rows_U = rows.unique_rows()
+        words_W = self.subwords.words_among(rows_U)
         self.subwords.compose(view, self.shape.dim, words_W)
         grads = self.inner.gradients(batch, view, grads, lr)
-        if is_borrowed and grads.rows.grad_UD is not rows.grad_UD:
+        if grads.rows.grad_UD is not rows.grad_UD:
             # Compiled loops return those of words and nodes alone, in the order of their places.
-            places_U = _index(rows)[is_used_A.nonzero().flatten()].long().sort().values
-            rows.grad_UD[places_U] = grads.rows.grad_UD
+            is_inner_U = rows_U < self.subwords.first
+            rows.grad_UD[is_inner_U] = grads.rows.grad_UD
             if rows.pairs_U is not None and grads.rows.pairs_U is not None:
-                rows.pairs_U[places_U] = grads.rows.pairs_U
+                rows.pairs_U[is_inner_U] = grads.rows.pairs_U
             grads = grads._replace(rows=rows)
         self._spread(grads.rows, words_W)
         return grads
 
     def _spread(self, rows: RowGrads, words_W: Tensor) -> None:
         """Add the gradient of each word to its rows; its own becomes zero."""
-        rows_N, place_N = self.subwords.rows_of(words_W)
-        from_W, to_N = _index(rows)[2 * words_W].long(), _index(rows)[rows_N].long()
-        for sums in (rows.grad_UD, rows.pairs_U):
-            if sums is not None:
-                sums.index_add_(0, to_N, sums[from_W][place_N])
-                sums[from_W] = 0
+        index_A = _index(rows)
+        for words_n in self.subwords.in_parts(words_W, self.shape.dim):
+            rows_N, place_N = self.subwords.rows_of(words_n)
+            from_n, to_N = index_A[2 * words_n].long(), index_A[rows_N].long()
+            for sums in (rows.grad_UD, rows.pairs_U):
+                if sums is not None:
+                    sums.index_add_(0, to_N, sums[from_n][place_N])
+                    sums[from_n] = 0
 
     def sum_by_row(
         self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None

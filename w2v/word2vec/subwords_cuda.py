@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from w2v.rows.launch import ELEMENTS, Kernel, blocks_for, c_struct, kernel
@@ -45,6 +46,10 @@ class CudaSubwordKernels(SubwordKernels):
         return grads
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
+        rows = grads.rows
+        if rows.row_count is None:  # borrowed from other ranks
+            count = torch.full((), len(rows.unique_rows()), device=self.shape.device)
+            grads = grads._replace(rows=rows._replace(row_count=count))
         blocks, width = self._blocks(grads), view.records_SR.shape[1]
         compose = self._kernel("compose", ELEMENTS[view.records_SR.dtype])
         compose(blocks, view=view, rows=grads.rows, row_width=width, subwords=self._struct)

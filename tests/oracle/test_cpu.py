@@ -1,5 +1,8 @@
 """CPU kernels: threads, SGD center by center, the search for negatives."""
 
+import threading
+import time
+
 import gensim
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from w2v.config import ModelConfig, OptimizerConfig
 from w2v.rows.optim import RowOptimizer
 from w2v.word2vec import cpu_loops
 from w2v.word2vec.batch import FAULT_BITS, Batch, Objective, output_vectors
-from w2v.word2vec.cpu import ThreadGrads
+from w2v.word2vec.cpu import ThreadGrads, Threads
 from w2v.word2vec.cpu_loops import UniqueRows
 from w2v.word2vec.huffman import make_tree
 
@@ -264,3 +267,31 @@ def test_loops_are_compiled_once_for_any_number_of_threads(name):
     loop = cpu_loops.compile_gradients(None, name == "SGD", False, False)
     steps = cpu_loops.step_rows.signatures if name == "Adam" else []
     assert len(loop.signatures) == 1 and len(steps) <= 1
+
+
+def test_threads_return_results_in_order_and_raise_once_all_have_finished():
+    threads = Threads(3)
+    assert threads.run(lambda number: 10 * number) == [0, 10, 20]
+    finished = []
+
+    def fail(number):
+        if number == 1:
+            raise ValueError("of thread 1")
+        time.sleep(0.05)
+        finished.append(number)
+
+    with pytest.raises(ValueError, match="of thread 1"):
+        threads.run(fail)
+    assert sorted(finished) == [0, 2]
+    assert threads.run(lambda number: number) == [0, 1, 2]
+
+
+def test_threads_end_with_their_pool():
+    before = set(threading.enumerate())
+    threads = Threads(4)
+    started = set(threading.enumerate()) - before
+    assert len(started) == 3
+    del threads
+    for thread in started:
+        thread.join(timeout=10)
+    assert not any(map(threading.Thread.is_alive, started))

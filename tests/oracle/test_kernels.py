@@ -378,7 +378,7 @@ def fill(buffers, parts, share=1):
 def is_reset(grads):
     """Return whether gradients are as before a step."""
     if isinstance(grads, ThreadGrads):
-        return bool((grads.of_all.index_A == -1).all() and (grads.first_A == -1).all())
+        return bool((grads.of_all.index_A == -1).all() and (grads.listing[2] == -1).all())
     return bool((grads.index_A == -1).all()) and not grads.grad_UD.any()
 
 

@@ -247,13 +247,13 @@ def test_owners_list_each_row_with_its_words(owners):
     counts_A, found = np.zeros(subwords.rows, np.int32), []
     for owner in range(owners):
         bags = owned_bags(owner, owners, subwords)
-        rows_U, begin_U, words_M = np.zeros((3, len(bags[1])), np.int32)
-        lists = counts_A, rows_U, begin_U, words_M
-        count = list_words((owner, owners, subwords.first), words_W, *bags, *lists)
+        lists = np.zeros((3, len(bags[1]) + 1), np.int32)
+        count = list_words((owner, owners, subwords.first), words_W, bags, counts_A, lists)
+        rows_U, begin_U, words_M = lists
         assert np.array_equal(rows_U[:count], np.unique(rows_U[:count]))
         assert (rows_U[:count] // ROWS_PER_OWNER % owners == owner).all()
         for u in range(count):
-            words = words_W[words_M[begin_U[u] : begin_U[u + 1]]]
+            words = words_M[begin_U[u] : begin_U[u + 1]]
             found += [(word, rows_U[u]) for word in words.tolist()]
     rows_N, place_N = subwords.rows_of(torch.from_numpy(words_W))
     expected = zip(words_W[place_N].tolist(), rows_N.tolist(), strict=True)

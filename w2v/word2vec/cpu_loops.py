@@ -524,14 +524,22 @@ def sort_by_owner(unique, owners):
 
 
 @compiled
-def list_places(parts, owned, most, first_A, rows_U, begin_U, places_M):
+def list_places(parts, listing):
     """List the rows of parts [begin, end) and their gradients' places.
 
     The gradients of row u are at places_M[begin_U[u]] to places_M[begin_U[u + 1] - 1] of `grad_NP`,
-    sorted by thread, of which each has `most`. Returns the number of rows.
+    sorted by thread. Returns where the lists begin in their memory, for `listed_rows`, and the
+    number of rows and that of gradients.
+
+    listing: the last three of `UniqueRows`, of all threads; how many gradients each thread has;
+    -1 for each row; and the memory of the lists, [3, N], of which each part has its own.
     """
     begin, end = parts
-    owned_rows_nU, owned_indices_nU, starts_nP = owned
+    (owned_rows_nU, owned_indices_nU, starts_nP), most, first_A, lists_3N = listing
+    start = begin  # each list of beginnings has one entry more than there are rows
+    for n in range(len(starts_nP)):
+        start += starts_nP[n, begin]
+    rows_U, begin_U, places_M = lists_3N[0, start:], lists_3N[1, start:], lists_3N[2, start:]
     count = 0
     for n in range(len(starts_nP)):
         for i in range(starts_nP[n, begin], starts_nP[n, end]):
@@ -555,7 +563,14 @@ def list_places(parts, owned, most, first_A, rows_U, begin_U, places_M):
             begin_U[u + 1] += 1
     for u in range(count):
         first_A[rows_U[u]] = -1
-    return count
+    return start, count, total
+
+
+@inlined
+def listed_rows(lists, start, count, total):
+    """Return rows, beginnings and places of what `list_places` has listed."""
+    rows_U, begin_U = lists[0, start : start + count], lists[1, start : start + count + 1]
+    return rows_U, begin_U, lists[2, start : start + total]
 
 
 @inlined
@@ -647,8 +662,15 @@ def _step_row(record_R, grad_D, step, formula, states, dim, constants):
 
 
 @compiled
-def step_rows(rows, grads, spare, formula, states, records_AR, step_column, constants, cap):
-    """Step unique rows with the sums of their gradients.
+def step_owned(owner, parts, listing, arguments):
+    """Step the rows of an owner's parts; see `list_places` and `step_rows`."""
+    start, count, total = list_places(parts, listing)
+    return step_rows(owner, listed_rows(listing[3], start, count, total), *arguments)
+
+
+@compiled
+def step_rows(owner, rows, grads, spare, formula, states, records_AR, step_column, constants, cap):
+    """Step unique rows of an owner with the sums of their gradients.
 
     The formulas are those of optim.cu, which says what a single state of Adam is. The gradient is
     scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that would not
@@ -656,11 +678,11 @@ def step_rows(rows, grads, spare, formula, states, records_AR, step_column, cons
     output vector.
 
     rows: the unique rows and where their gradients are, see `list_places`; grads: the gradients,
-    and their pairs, empty if cap is 0. spare: a record, a gradient and its size.
+    and their pairs, empty if cap is 0. spare: of each owner a record and a gradient, and its size.
     """
     rows_U, begin_U, places_M = rows
-    before_R, sums_1P, dim = spare
-    grad_D = sums_1P[0, :dim]
+    before_nR, sums_nP, dim = spare
+    before_R, grad_D = before_nR[owner], sums_nP[owner, :dim]
     width = records_AR.shape[1]
     faults = 0
     for u in range(len(rows_U)):
@@ -668,7 +690,7 @@ def step_rows(rows, grads, spare, formula, states, records_AR, step_column, cons
             _prefetch_row(records_AR, rows_U[u + PREFETCH_ROWS], width, 0)
         row = rows_U[u]
         record_R = records_AR[row]
-        pairs = _sum_gradients(begin_U[u], begin_U[u + 1], places_M, grads, sums_1P, 0)
+        pairs = _sum_gradients(begin_U[u], begin_U[u + 1], places_M, grads, sums_nP, owner)
         if 0 < cap < pairs:
             scale = np.float32(cap / pairs)
             for d in range(dim):

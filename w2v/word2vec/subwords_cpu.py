@@ -20,25 +20,28 @@ import torch
 
 from w2v.rows.ops import View
 from w2v.system import simd
-from w2v.system.simd import LANES
 from w2v.word2vec.batch import Batch, Grads, RowGrads, StepState, Update
 from w2v.word2vec.cpu import (
     NO_PATH,
     CpuKernels,
-    Stepper,
     ThreadGrads,
     note_fault,
     note_faults,
     share,
+    step_arguments,
 )
 from w2v.word2vec.cpu_loops import (
     PREFETCH_ROWS,
     ROWS_PER_OWNER,
     _prefetch_row,
     compiled,
+    list_places,
     list_rows,
+    listed_rows,
     one,
-    padded,
+    step_owned,
+    step_rows,
+    sum_places,
     zero,
 )
 from w2v.word2vec.reference import ReferenceKernels
@@ -46,10 +49,9 @@ from w2v.word2vec.subwords import SubwordKernels, Subwords
 
 
 class WordGrads(NamedTuple):
-    """Gradients of composed and output vectors, and the rows of words."""
+    """Gradients of composed and output vectors, and the words of a batch."""
 
-    words_W: np.ndarray  # int64, the words of a batch
-    lists: list[tuple[np.ndarray, ...]]  # of each owner, see `list_words`
+    words_W: np.ndarray  # int64
     rows: ThreadGrads
 
 
@@ -70,91 +72,66 @@ class CpuSubwordKernels(SubwordKernels):
         ]
 
     @cached_property
-    def _counts_A(self) -> np.ndarray:
-        return np.zeros(self.subwords.rows, np.int32)
+    def _memory(self) -> tuple[np.ndarray, ...]:
+        """A zero for each row that words are composed of, and a place for each word."""
+        return np.zeros(self.subwords.rows, np.int32), np.empty(self.subwords.words, np.int32)
+
+    @cached_property
+    def _lists(self) -> list[np.ndarray]:
+        """Memory of each owner for `list_words`."""
+        return [np.empty((3, len(rows_N) + 1), np.int32) for _, rows_N in self._bags]
 
     def unique_rows(self, batch: Batch) -> Any:
         return self.inner.unique_rows(batch)
 
     def gradients(self, batch: Batch, view: View, grads: Any, lr: float) -> Any:
         """Compose the batch's words, then add the gradients of their vectors."""
-        words_W = self._words(batch)
-        begin_V = self.subwords.begin_V.numpy()
-        share_W = (1 / (begin_V[words_W + 1] - begin_V[words_W])).astype(np.float32)
-        lists = self._lists(words_W)
-        threads, dim = self.inner.threads, self.shape.dim
-        records_AR = view.records_SR.numpy()
-        # Threads share the columns, as words have rows in common; and the words, if there are more.
-        parts = min(threads.count, padded(dim) // LANES)
+        threads, words_W = self.inner.threads, self._words(batch)
+        bags = self.subwords.begin_V.numpy(), self.subwords.rows_N.numpy()
+        records_AR, dim = view.records_SR.numpy(), self.shape.dim
 
         def compose_share(thread: int) -> None:
-            part, number = thread % parts, thread // parts
-            if number == threads.count // parts:
-                return  # too few are left for another share of the words
-            first, last = share(part, parts, padded(dim) // LANES)
-            columns = first * LANES, min(last * LANES, dim)
-            words = share(number, threads.count // parts, len(words_W))
-            for owner, rows in enumerate(lists):
-                compose(owner == 0, words_W, share_W, words, rows, records_AR, columns)
+            begin, end = share(thread, threads.count, len(words_W))
+            compose(begin, end, words_W, bags, records_AR, dim)
 
         threads.run(compose_share)
         grads = self.inner.gradients(batch, view, grads, lr)
-        return grads._replace(rows=WordGrads(words_W, lists, grads.rows))
+        return grads._replace(rows=WordGrads(words_W, grads.rows))
 
     def _words(self, batch: Batch) -> np.ndarray:
         """Return the words whose vectors predict: int64 [W]."""
-        threads = self.inner.threads
-        windows_B, words_n = batch.windows_B.numpy(), batch.words_n.numpy()
-        no_negatives_BK = np.empty((len(windows_B), 0), np.int32)
+        text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
+        windows_B = batch.windows_B.numpy()
+        drawn = windows_B, np.empty((len(windows_B), 0), np.int32)  # no negatives
         is_used_A = np.zeros(2 * self.subwords.words, np.bool_)
-
-        def mark(thread: int) -> None:
-            begin, end = share(thread, threads.count, len(windows_B))
-            text = words_n, batch.sentences_n.numpy(), batch.first + begin
-            drawn = windows_B[begin:end], no_negatives_BK[begin:end]
-            list_rows(text, drawn, NO_PATH[:2], is_used_A)
-
-        threads.run(mark)
+        list_rows(text, drawn, NO_PATH[:2], is_used_A)
         return np.flatnonzero(is_used_A) // 2
-
-    def _lists(self, words_W: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-        """Return each owner's rows of words, see `list_words`."""
-        threads, first = self.inner.threads, self.subwords.first
-
-        def list_owned(owner: int) -> tuple[np.ndarray, ...]:
-            begin_V, rows_N = self._bags[owner]
-            most = int((begin_V[words_W + 1] - begin_V[words_W]).sum())
-            rows_U, begin_U, words_M = np.empty((3, most + 1), np.int32)
-            lists = self._counts_A, rows_U, begin_U, words_M
-            owned = owner, threads.count, first
-            count = list_words(owned, words_W, begin_V, rows_N, *lists)
-            return rows_U[:count], begin_U[: count + 1], words_M[:most]
-
-        return threads.run(list_owned)
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         """Step output vectors, then the rows of words."""
         note_fault(state, 1, math.isfinite(grads.loss))
         if state.fault:
             return
-        words_W, lists, rows = grads.rows  # type: ignore[misc]
+        words_W, rows = grads.rows  # type: ignore[misc]
         if not update.optimizer.formula:
             summed = grads._replace(rows=self._spread_all(rows))
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        threads, step = self.inner.threads, Stepper(update, view, rows)
-        place_W = np.empty(len(words_W), np.int32)
+        threads, arguments = self.inner.threads, step_arguments(update, view, rows)
+        counts_A, place_V = self._memory
+        first, bags, lists = self.subwords.first, self._bags, self._lists
 
-        def step_outputs(owner: int) -> int:
-            inputs_U, places_U = rows.sum(2 * owner, 2 * owner + 1, step.count_pairs)
-            place_W[np.searchsorted(words_W, inputs_U // 2)] = places_U
-            return step(rows.places(2 * owner + 1, 2 * owner + 2))
+        def step_output_rows(owner: int) -> int:
+            return step_outputs(owner, rows.listing, place_V, arguments)
 
-        def step_composing(owner: int) -> int:
-            rows_U, begin_U, words_M = lists[owner]
-            return step((rows_U, begin_U, place_W[words_M]))
+        def step_rows_of_words(owner: int) -> int:
+            owned = owner, threads.count, first
+            return step_words(
+                owned, words_W, bags[owner], counts_A, lists[owner], place_V, arguments
+            )
 
-        note_faults(state, threads.run(step_outputs) + threads.run(step_composing))
+        faults = threads.run(step_output_rows)
+        note_faults(state, faults + threads.run(step_rows_of_words))
 
     def _spread_all(self, rows: ThreadGrads) -> RowGrads:
         """Return the gradients of output vectors and of the rows of words."""
@@ -173,28 +150,48 @@ class CpuSubwordKernels(SubwordKernels):
 
 
 @compiled
-def compose(is_first, words_W, share_W, words, lists, records_AR, columns):
-    """Add an owner's rows to input vectors, in some columns.
+def compose(begin, end, words_W, bags, records_AR, dim):
+    """Set the input vectors of the words [begin, end) of a batch to the means of their rows.
 
-    The first call sets these to zero. share_W: 1 / how many rows each word has; lists: see
-    `list_words`.
+    bags: where the rows of each word begin, and these rows.
     """
-    rows_U, begin_U, words_M = lists
-    begin, end = words
-    first, last = columns
-    if is_first:
-        for w in range(begin, end):
-            composed_D = records_AR[2 * words_W[w], first:last]
-            for d in range(last - first):
-                composed_D[d] = zero
-    part_AD, dim = records_AR[:, first:last], last - first
-    for u in range(len(rows_U)):
-        if u + PREFETCH_ROWS < len(rows_U):
-            _prefetch_row(part_AD, rows_U[u + PREFETCH_ROWS], dim, 0)
-        for m in range(begin_U[u], begin_U[u + 1]):
-            w = words_M[m]
-            if begin <= w < end:
-                simd.blend(one, part_AD, 2 * words_W[w], share_W[w], part_AD, rows_U[u], dim)
+    begin_V, rows_N = bags
+    for w in range(begin, end):
+        word = words_W[w]
+        first, last = begin_V[word], begin_V[word + 1]
+        share = one / np.float32(last - first)
+        for i in range(first, last):
+            if i + PREFETCH_ROWS < last:
+                _prefetch_row(records_AR, rows_N[i + PREFETCH_ROWS], dim, 0)
+            elif w + 1 < end:
+                later = begin_V[words_W[w + 1]] + i + PREFETCH_ROWS - last
+                _prefetch_row(records_AR, rows_N[min(later, len(rows_N) - 1)], dim, 0)
+            keep = zero if i == first else one
+            simd.blend(keep, records_AR, 2 * word, share, records_AR, rows_N[i], dim)
+
+
+@compiled
+def step_outputs(owner, listing, place_V, arguments):
+    """Step an owner's output vectors, and sum the gradients of its composed vectors.
+
+    Sets `place_V` of their words to the places of the sums.
+    """
+    start, count, total = list_places((2 * owner, 2 * owner + 1), listing)
+    rows_U, begin_U, places_M = listed_rows(listing[3], start, count, total)
+    sum_places(begin_U, places_M, arguments[0])
+    for u in range(count):
+        place_V[rows_U[u] // 2] = places_M[begin_U[u]]
+    return step_owned(owner, (2 * owner + 1, 2 * owner + 2), listing, arguments)
+
+
+@compiled
+def step_words(owned, words_W, bags, counts_A, lists, place_V, arguments):
+    """Step an owner's rows of words with the sums of the gradients of their words."""
+    count = list_words(owned, words_W, bags, counts_A, lists)
+    rows_U, begin_U, words_M = listed_rows(lists, 0, count, lists[1, count])
+    for m in range(len(words_M)):
+        words_M[m] = place_V[words_M[m]]
+    return step_rows(owned[0], (rows_U, begin_U, words_M), *arguments)
 
 
 def owned_bags(owner: int, owners: int, subwords: Subwords) -> tuple[np.ndarray, np.ndarray]:
@@ -206,14 +203,16 @@ def owned_bags(owner: int, owners: int, subwords: Subwords) -> tuple[np.ndarray,
 
 
 @compiled
-def list_words(owned, words_W, begin_V, rows_N, counts_A, rows_U, begin_U, words_M):
+def list_words(owned, words_W, bags, counts_A, lists):
     """List the rows of words that an owner has, sorted, and the words of each.
 
-    owned: its number, how many owners there are, and the first row of words; begin_V and rows_N:
-    see `owned_bags`; words_M: places in `words_W`, those of row u from begin_U[u] on; counts_A:
-    zeros, shared by owners. Returns how many rows there are.
+    owned: its number, how many owners there are, and the first row of words; bags: see
+    `owned_bags`; counts_A: zeros, shared by owners; lists: the rows, where the words of each begin,
+    and the words. Returns how many rows there are.
     """
     owner, owners, first = owned
+    begin_V, rows_N = bags
+    rows_U, begin_U, words_M = lists[0], lists[1], lists[2]
     for word in words_W:
         for i in range(begin_V[word], begin_V[word + 1]):
             counts_A[rows_N[i] - first] += 1
@@ -231,9 +230,9 @@ def list_words(owned, words_W, begin_V, rows_N, counts_A, rows_U, begin_U, words
                 listed += words
                 count += 1
     begin_U[count] = listed
-    for w in range(len(words_W)):
-        for i in range(begin_V[words_W[w]], begin_V[words_W[w] + 1]):
-            words_M[counts_A[rows_N[i] - first]] = w
+    for word in words_W:
+        for i in range(begin_V[word], begin_V[word + 1]):
+            words_M[counts_A[rows_N[i] - first]] = word
             counts_A[rows_N[i] - first] += 1
     for u in range(count):
         counts_A[rows_U[u] - first] = 0

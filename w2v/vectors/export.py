@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import os
 import pickle
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from w2v.system.files import TEMPORARY_SUFFIX, hash_file, sync
+from w2v.system.files import TEMPORARY_SUFFIX, hash_file, sync, write_synced
 from w2v.vectors import convert, fasttext, manifest
 from w2v.vectors.load import ARRAY, NGRAMS, OWN, SUBWORD_CLASS, VOCAB, VectorsError
 
@@ -128,17 +131,17 @@ def save_run(
     of earlier steps are removed.
     """
     try:
-        with _new_files(folder) as new:
-            _write_array(new / ARRAY, len(vocab.words), dim, blocks)
-            (new / "vectors.kv").write_bytes(_pickled(vocab, dim, composed))
+        with _new_files(folder) as new, ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(_write_words, new, vocab, dim, composed)
+            sums = {ARRAY: _write_array(new / ARRAY, len(vocab.words), dim, blocks)}
+            writing.result()
             if composed:
                 _write_subwords(new, vocab, dim, composed, "fasttext" in formats)
             if "bin" in formats:
                 vectors_VD = np.load(new / ARRAY, mmap_mode="r")
                 with open(new / "vectors.bin", "wb") as file:
                     file.writelines(_binary(vocab.words, vectors_VD))
-            vocab.save(new / VOCAB)
-            sums = {path.name: hash_file(path) for path in new.iterdir()}
+            sums |= {path.name: hash_file(path) for path in new.iterdir() if path.name != ARRAY}
             manifest.remove_derived(folder)
             for path in folder.glob(manifest.VECTORS):
                 path.unlink()
@@ -148,12 +151,25 @@ def save_run(
         deque(composed.blocks if composed else (), 0)
 
 
-def _write_array(path: Path, rows: int, dim: int, blocks: Iterator[np.ndarray]) -> None:
-    """Write blocks of float32 [n, D] as an .npy file."""
-    with open(path, "wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.writelines(block_nD.data for block_nD in blocks)
+def _write_words(folder: Path, vocab: Vocab, dim: int, composed: Composed | None) -> None:
+    """Write the words, for gensim and as text."""
+    (folder / "vectors.kv").write_bytes(_pickled(vocab, dim, composed))
+    vocab.save(folder / VOCAB)
+
+
+def _write_array(path: Path, rows: int, dim: int, blocks: Iterator[np.ndarray]) -> str:
+    """Write blocks of float32 [n, D] as an .npy file; return its SHA-256."""
+    header, digest = io.BytesIO(), hashlib.sha256()
+    shape = {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)}
+    np.lib.format.write_array_header_1_0(header, shape)
+
+    def parts() -> Iterator[memoryview]:
+        for part in chain([header.getbuffer()], (block_nD.data for block_nD in blocks)):
+            digest.update(part)
+            yield part
+
+    write_synced(path, parts())
+    return digest.hexdigest()
 
 
 def _write_subwords(

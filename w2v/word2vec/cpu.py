@@ -136,7 +136,7 @@ class ThreadGrads:
         return self.grad_NP, self.of_all.pairs_U.reshape(-1)[: None if count_pairs else 0]
 
     def sum_owned(self, owner: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sum gradients of an owner's rows; return the rows and the places of the sums."""
+        """Sum gradients of an owner's rows; return rows and places of sums."""
         start, count, total = cpu_loops.list_places((2 * owner, 2 * owner + 2), self.listing)
         rows_U, begin_U, places_M = (each[start:] for each in self.listing[3])
         begin_U = begin_U[: count + 1]
@@ -368,7 +368,7 @@ def note_faults(state: StepState, faults: Sequence[int]) -> None:
 
 
 def step_arguments(update: Update, view: View, grads: ThreadGrads) -> tuple[Any, ...]:
-    """Count a step of a table; return the last arguments of `cpu_loops.step_rows`."""
+    """Count a step; return the last arguments of `cpu_loops.step_rows`."""
     optimizer, table, lr = update
     step, step_column = optimizer.count_step(table)
     constants = np.array([*optimizer.hyper(lr), step], np.float64)

@@ -73,7 +73,7 @@ class CpuSubwordKernels(SubwordKernels):
 
     @cached_property
     def _memory(self) -> tuple[np.ndarray, ...]:
-        """A zero for each row that words are composed of, and a place for each word."""
+        """A zero for each row of words, and a place for each word."""
         return np.zeros(self.subwords.rows, np.int32), np.empty(self.subwords.words, np.int32)
 
     @cached_property
@@ -151,7 +151,7 @@ class CpuSubwordKernels(SubwordKernels):
 
 @compiled
 def compose(begin, end, words_W, bags, records_AR, dim):
-    """Set the input vectors of the words [begin, end) of a batch to the means of their rows.
+    """Set input vectors of words [begin, end) to the means of their rows.
 
     bags: where the rows of each word begin, and these rows.
     """
@@ -172,7 +172,7 @@ def compose(begin, end, words_W, bags, records_AR, dim):
 
 @compiled
 def step_outputs(owner, listing, place_V, arguments):
-    """Step an owner's output vectors, and sum the gradients of its composed vectors.
+    """Step an owner's output vectors, and sum gradients of composed ones.
 
     Sets `place_V` of their words to the places of the sums.
     """
@@ -186,7 +186,7 @@ def step_outputs(owner, listing, place_V, arguments):
 
 @compiled
 def step_words(owned, words_W, bags, counts_A, lists, place_V, arguments):
-    """Step an owner's rows of words with the sums of the gradients of their words."""
+    """Step an owner's rows of words with the gradients of these words."""
     count = list_words(owned, words_W, bags, counts_A, lists)
     rows_U, begin_U, words_M = listed_rows(lists, 0, count, lists[1, count])
     for m in range(len(words_M)):

@@ -39,6 +39,7 @@ from w2v.word2vec.cpu_loops import padded
 from w2v.word2vec.kernels import Kernels
 from w2v.word2vec.reference import ReferenceKernels
 
+DRAWING_THREADS = 4  # more take as long to start, and delay the steps
 NOTHING = torch.zeros(())  # loss and pairs before there are any
 NO_PLACE = np.zeros(0, np.int32)  # of rows that are not borrowed
 NO_PATH = tuple(np.zeros(0, kind) for kind in (np.int64, np.int32, np.uint8))  # without a tree
@@ -57,9 +58,13 @@ class Threads:
             Thread(target=_serve, args=(self._calls,), daemon=True).start()
         weakref.finalize(self, _end, self._calls, count - 1)
 
-    def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Call the function with the number of each thread; return the results."""
-        results: list[Any] = [None] * self.count
+    def run(self, function: Callable[[int], Any], most: int | None = None) -> list[Any]:
+        """Call the function with the number of each thread; return the results.
+
+        most: how many threads take part, at most.
+        """
+        threads = min(self.count, most or self.count)
+        results: list[Any] = [None] * threads
         errors: list[BaseException] = []
         finished, all_finished = itertools.count(1), Lock()
         all_finished.acquire()
@@ -69,10 +74,10 @@ class Threads:
                 results[number] = function(number)
             except BaseException as error:
                 errors.append(error)
-            if next(finished) == self.count:
+            if next(finished) == threads:
                 all_finished.release()
 
-        for number in range(1, self.count):
+        for number in range(1, threads):
             self._calls.put(partial(call, number))
         call(0)
         all_finished.acquire()  # waits for the other threads
@@ -193,11 +198,11 @@ class CpuKernels(Kernels):
             of_pool = pool.size, np.uint64(pool_key), *pool[1:]
             drawn = windows_B, negatives_BK
             arguments = np.uint64(key), *widths, of_pool, cdf, self._starts, *drawn
-            self.threads.run(partial(self._draw_share, arguments, centers))
+            self.threads.run(partial(self._draw_share, arguments, centers), DRAWING_THREADS)
             yield torch.from_numpy(windows_B), torch.from_numpy(negatives_BK)
 
     def _draw_share(self, arguments: tuple, centers: int, thread: int) -> None:
-        begin, end = share(thread, self.threads.count, centers)
+        begin, end = share(thread, min(self.threads.count, DRAWING_THREADS), centers)
         cpu_loops.draw(begin, end, *arguments)
 
     def subsample(

@@ -133,14 +133,13 @@ def save_run(
     try:
         with _new_files(folder) as new, ThreadPoolExecutor(1) as thread:
             writing = thread.submit(_write_words, new, vocab, dim, composed)
-            sums = {ARRAY: _write_array(new / ARRAY, len(vocab.words), dim, blocks)}
+            written = blocks
+            if "bin" in formats:
+                written = _with_binary(blocks, vocab.words, dim, new / "vectors.bin")
+            sums = {ARRAY: _write_array(new / ARRAY, len(vocab.words), dim, written)}
             writing.result()
             if composed:
                 _write_subwords(new, vocab, dim, composed, "fasttext" in formats)
-            if "bin" in formats:
-                vectors_VD = np.load(new / ARRAY, mmap_mode="r")
-                with open(new / "vectors.bin", "wb") as file:
-                    file.writelines(_binary(vocab.words, vectors_VD))
             sums |= {path.name: hash_file(path) for path in new.iterdir() if path.name != ARRAY}
             manifest.remove_derived(folder)
             for path in folder.glob(manifest.VECTORS):
@@ -226,16 +225,19 @@ def _pickled(vocab: Vocab, dim: int, composed: Composed | None = None) -> bytes:
     return pickled[:start] + made + pickled[start:-1] + pickle.BUILD + pickle.STOP
 
 
-def _binary(words: Sequence[str], vectors_VD: np.ndarray) -> Iterator[bytes]:
-    """Yield the parts of word2vec's binary format."""
-    rows, dim = vectors_VD.shape
-    yield f"{rows} {dim}\n".encode()
-    block = max(1, BLOCK_BYTES // (4 * dim))
-    for first in range(0, rows, block):
-        block_nD = np.ascontiguousarray(vectors_VD[first : first + block])
-        rows_n = block_nD.view(f"V{4 * dim}")[:, 0].tolist()
-        pairs = zip(words[first : first + block], rows_n, strict=True)
-        yield b"".join(f"{word} ".encode() + row for word, row in pairs)
+def _with_binary(
+    blocks: Iterator[np.ndarray], words: Sequence[str], dim: int, path: Path
+) -> Iterator[np.ndarray]:
+    """Yield blocks, once they are also in a file of word2vec's format."""
+    with open(path, "wb") as file:
+        file.write(f"{len(words)} {dim}\n".encode())
+        first = 0
+        for block_nD in blocks:
+            rows_n = block_nD.view(f"V{4 * dim}")[:, 0].tolist()
+            pairs = zip(words[first : first + len(rows_n)], rows_n, strict=True)
+            file.write(b"".join(f"{word} ".encode() + row for word, row in pairs))
+            first += len(rows_n)
+            yield block_nD
 
 
 def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[Path]:

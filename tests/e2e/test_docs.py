@@ -74,15 +74,35 @@ def test_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@slow
-def test_site_builds_without_warnings(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site; return its folder."""
     for name in ("material", "mkdocstrings", "mkdocs_jupyter", "htmlproofer"):
         pytest.importorskip(name)
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", folder]
     subprocess.run(command, cwd=ROOT, check=True)
-    assert all((tmp_path / page).exists() for page in ("tour.html", "examples/clicks.html"))
-    documented = (tmp_path / "api.html").read_text(encoding="utf-8")
+    return folder
+
+
+@slow
+def test_site_builds_without_warnings(site):
+    assert all((site / page).exists() for page in ("tour.html", "examples/clicks.html"))
+    documented = (site / "api.html").read_text(encoding="utf-8")
     assert all(f'id="w2v.{name}"' in documented for name in w2v.PUBLIC)
+    for page in site.rglob("*.html"):
+        loaded = re.findall('<(?:script|img)[^>]* src="(http[^"]*)', page.read_text("utf-8"))
+        assert not loaded, page
+
+
+@slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_search_of_the_site_works_from_files(site, tmp_path):
+    command = ["chromium", "--headless=new", "--no-sandbox", "--dump-dom"]
+    command += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path}"]
+    command += [(site / "dev" / "log.html").as_uri() + "?q=optimizer"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert re.search(r"\d+ matching documents", done.stdout)
 
 
 @slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.small_text import record_calls
 from w2v.api import cli, compare
 from w2v.config import ConfigError, load_config, save_config
 from w2v.training import plan
@@ -28,7 +29,7 @@ def configs(common):
     return {"adam": load_config([], adam), "rmsprop": load_config([], rmsprop)}
 
 
-def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
+def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path, monkeypatch):
     table = str(compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path))
     pairs = [(config.optimizer.name, config.train.seed) for config in trained]
     assert pairs == [("Adam", 1), ("Adam", 2), ("RMSprop", 1), ("RMSprop", 2)]
@@ -40,7 +41,9 @@ def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
     assert len(run.curve("analogies")) == len(run.curve("held_out_loss")) == 2
 
     (tmp_path / "adam-seed2" / "scores.json").unlink()  # as if it had been interrupted
+    read = record_calls(monkeypatch, runs, "read")
     again = str(compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path))
+    assert len(read) == len(set(read)) == 4
     assert again.split()[:9] == table.split()[:9]
     assert [(config.optimizer.name, config.train.seed) for config in trained[4:]] == [("Adam", 2)]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.each_case import each_case
+from tests.support.small_text import record_calls
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
@@ -82,16 +83,17 @@ def test_a_report_is_written_where_plotly_is_installed(
 ):
     import train
     from w2v.api import train as api
-    from w2v.vectors import report
+    from w2v.vectors import report, runs
 
     monkeypatch.setattr(api, "MAP_SECONDS", seconds)
-
+    read = record_calls(monkeypatch, runs, "read")
     (tmp_path / "script.js").touch()
     found = mock.Mock(locate_file=lambda _: tmp_path / "script.js")
     effect = {} if installed else {"side_effect": PackageNotFoundError}
     monkeypatch.setattr(report, "distribution", mock.Mock(return_value=found, **effect))
     assert train.main([*paths(corpus, tmp_path), *SETTINGS, "run.report=true", "-q"]) == 0
     (run,) = (tmp_path / "runs").glob("*/")
+    assert read == [run]  # once
     printed = capsys.readouterr().out
     assert (f"report       {run / 'report.html'}" in printed) == installed
     assert ("no report    report.html needs plotly" in printed) != installed
@@ -201,6 +203,7 @@ def test_user_errors_are_one_line_and_leave_no_run(programs, corpus, tmp_path, a
 ENDING = """
 import atexit, threading, time
 from tests.support.each_case import each_case
+from tests.support.small_text import record_calls
 from w2v.system import process
 class Slow:
     def __del__(self): print("torn down")

@@ -157,7 +157,8 @@ def test_all_words_are_found_with_vectors_places_and_groups(page, monkeypatch):
         assert [WORDS[row] for row in np.argsort(-cosines)[1:6]] == [name for name, _ in near]
         assert np.sort(cosines)[-6:-1][::-1] == pytest.approx([c for _, c in near], abs=0.01)
     monkeypatch.setattr(report, "NEIGHBOR_BYTES", 80)
-    placeless = words_of(report.write([page.parent], page, with_map=False))
+    compared = runs.Comparison.of([runs.read(path) for path in runs.find_all([page.parent])])
+    placeless = words_of(report.write_page(compared, page, page.parent, with_map=False))
     found = words_of(report.write([page.parent], page))
     places = {"x": [], "y": [], "groups": []}
     assert placeless == found | places != found

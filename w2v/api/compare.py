@@ -138,18 +138,19 @@ def train(
         for seed in seeds:
             seeded = with_seed(config, seed)
             run = _run_folder(folder, f"{name}-seed{seed}", seeded)
-            if (run / "scores.json").exists():
-                check_scored(runs.read(run), further)
-            planned.append((seeded, run))
+            finished = runs.read(run) if (run / "scores.json").exists() else None
+            if finished:
+                check_scored(finished, further)
+            planned.append((seeded, run, finished))
     trained = []
-    for config, run in planned:
-        if not (run / "scores.json").exists():
+    for config, run, finished in planned:
+        if not finished:
             run.mkdir(parents=True)
             save_config(config, run / "config.yaml")
             scores = train_and_score(config, run, save, further)
             # Written last: it marks the run as finished.
             atomic_write(run / "scores.json", as_json(scores, indent=1))
-        trained.append(runs.read(run))
+        trained.append(finished or runs.read(run))
         log.info(f"{len(trained)} of {len(planned)}  {run.name:<16}  {_summary(trained[-1])}")
     atomic_write(folder / "env.txt", describe_environment(Machine.here()))
     return trained

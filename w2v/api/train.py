@@ -138,13 +138,15 @@ def as_arguments(settings: Sequence[str | os.PathLike[str]], keys: Mapping[str, 
 
 def write_report(folder: Path) -> None:
     """Write the page of a run, unless plotly is missing."""
-    if not load_config([folder / "config.yaml"], trains=False).run.report:
-        return
     from w2v.vectors import report, runs
 
-    with_map = runs.read(folder).scores["seconds"] >= MAP_SECONDS
+    run = runs.read(folder)
+    if not run.settings["run.report"]:
+        return
+    with_map = run.scores["seconds"] >= MAP_SECONDS
+    file = folder / "report.html"
     try:
-        page = report.write([folder], with_map=with_map)
+        page = report.write_page(runs.Comparison.of([run]), file, folder.parent, with_map)
         console.log.log(console.RESULTS, f"report       {page}")
     except report.ReportError as error:
         console.log.log(console.RESULTS, f"no report    {error}")

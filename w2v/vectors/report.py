@@ -51,7 +51,7 @@ class ReportError(ValueError):
     """A page or map that cannot be made; one line with the remedy."""
 
 
-def write(paths: Iterable[str | Path], to: str | Path | None = None, with_map: bool = True) -> Path:
+def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     """Write the page and return its path.
 
     Args:
@@ -59,18 +59,17 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None, with_map: b
             file of vectors, whose words the page shows.
         to: The file, or a folder for report.html; by default in the run folder, or beside
             several runs, or beside the file of vectors.
-        with_map: Whether words have places on a map, which takes seconds.
     """
     given = [Path(path) for path in paths if Path(path).name != SCRIPT]
     for vectors in (path for path in given if path.is_file()):
         if len(given) > 1:
             raise ReportError(f"{vectors} is a file of vectors; give it alone")
         file = runs.picture_path([vectors.parent], f"{vectors.name}.html", to)
-        return write_page(Comparison([], {}, []), file, file.parent, with_map, vectors)
+        return write_page(Comparison([], {}, []), file, file.parent, vectors=vectors)
     folders = runs.find_all(given, "metrics.jsonl")
     file = runs.picture_path(folders, "report.html", to)
     shared = folders[0].parent if to is None else file.parent
-    return write_page(Comparison.of([runs.read(path) for path in folders]), file, shared, with_map)
+    return write_page(Comparison.of([runs.read(path) for path in folders]), file, shared)
 
 
 def write_page(
@@ -82,6 +81,7 @@ def write_page(
 ) -> Path:
     """Write the page of runs, and plotly's script into `shared`.
 
+    with_map: Whether words have places on a map, which takes seconds.
     vectors: A run folder or file; by default that of the best run that has vectors.
     """
     try:  # without plotly's slow import

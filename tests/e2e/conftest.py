@@ -16,7 +16,7 @@ def common(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Write no pages, which would take half of the time."""
-    monkeypatch.setattr(report, "write_page", lambda found, file, shared: file)
+    monkeypatch.setattr(report, "write_page", lambda found, file: file)
 
 
 @pytest.fixture

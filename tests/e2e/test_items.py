@@ -16,7 +16,7 @@ from w2v.text import corpus as texts
 from w2v.text.corpus import Corpus, hold_out_items, open_corpus
 from w2v.text.encode import EncodedBlock
 from w2v.text.formats import CorpusError
-from w2v.vectors import evaluate, runs
+from w2v.vectors import evaluate, runs, significance
 from w2v.vectors.datasets import ITEM_SCORES, ITEMS, EvaluationError, read_items
 from w2v.vectors.evaluate import Scorer
 
@@ -126,7 +126,9 @@ def test_a_run_scores_its_held_out_items_above_popularity(run, settings):
     assert saved["hit rate at 10"]["total"]["accuracy"] == pytest.approx(neighbors)
     # Ten of the 14 other items of a kind are shown, and the most frequent kind is two of seven.
     assert neighbors > 0.55 > 0.3 > popular > 0
-    assert "  of popular items" in (folder / "train.log").read_text()
+    logged = (folder / "train.log").read_text()
+    assert str(run.score()) in logged and "  of popular items" in logged
+    assert re.findall("(.*)  accuracy", logged) == ["items" + " " * 13]
 
 
 def test_a_resumed_run_keeps_what_is_held_out(run, settings):
@@ -153,7 +155,9 @@ def test_comparisons_and_sweeps_rank_by_held_out_items(settings, tmp_path, capsy
     assert [row.settings["optimizer.lr"] for row in rows] == [0.02, 1e-6]
     hits = [runs.figures(row.runs[0])["hit rate at 10 %"] for row in rows]
     assert hits[0] > 55 > hits[1]
-    assert rows[0].test(rows[1]).p < 0.05 and "MRR at 10 %" in rows[0].intervals
+    assert rows[0].intervals.keys() == {"hit rate at 10 %", "MRR at 10 %"}
+    ranks = [{"MRR": row.items["MRR at 10 %"]} for row in rows]
+    assert rows[0].test(rows[1]).p == significance.p_over_items(*ranks) < 0.05  # each item once
     compared = w2v.compare([tmp_path / "sweep-adam"])
     assert "hit rate at 10 %" in compared.columns and not compared.rows[0].test(rows[1]).is_noise
 

@@ -158,7 +158,7 @@ def test_all_words_are_found_with_vectors_places_and_groups(page, monkeypatch):
         assert np.sort(cosines)[-6:-1][::-1] == pytest.approx([c for _, c in near], abs=0.01)
     monkeypatch.setattr(report, "NEIGHBOR_BYTES", 80)
     compared = runs.Comparison.of([runs.read(path) for path in runs.find_all([page.parent])])
-    placeless = words_of(report.write_page(compared, page, page.parent, with_map=False))
+    placeless = words_of(report.write_page(compared, page, with_map=False))
     found = words_of(report.write([page.parent], page))
     places = {"x": [], "y": [], "groups": []}
     assert placeless == found | places != found
@@ -287,6 +287,7 @@ def test_a_narrow_browser_draws_searches_and_sorts(tmp_path, monkeypatch):
       get("#axis").value = "seconds";
       get("#axis").onchange();
       found.axis = get("#curves")._fullLayout.xaxis.type;
+      found.drag = get("#curves")._fullLayout.dragmode;
       found.dots = get("#map").data[0].x.length;
       found.names = names();
       found.nothing = seek("nothing");
@@ -315,6 +316,7 @@ def test_a_narrow_browser_draws_searches_and_sorts(tmp_path, monkeypatch):
     command = [BROWSER, "--headless=new", "--no-sandbox", "--use-angle=swiftshader"]
     command += ["--enable-unsafe-swiftshader", "--dump-dom", "--virtual-time-budget=5000"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1000"]
+    command += ["--blink-settings=primaryPointerType=2"]  # a finger
     command += [(page.parent / "frame.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     near = query.combination(kv_of(WORDS, VECTORS), ["word35"], 10)
@@ -323,6 +325,7 @@ def test_a_narrow_browser_draws_searches_and_sorts(tmp_path, monkeypatch):
     assert sorted(found["color"] for found in both) == [[13, 17, 23], [255, 255, 255]]
     for found in both:
         assert found["curve"] == [1, 2, 3] and found["axis"] == "log"
+        assert found["drag"] is False  # a finger scrolls the page
         assert found["dots"] == 30 and 0 < found["names"] <= 30
         assert found["nothing"][-1] == "no word begins so"
         shown = [line.split("\t") for line in found["rare"][:10]]

@@ -69,8 +69,8 @@ def test_p_is_short(p, text):
     ("more", "hint"),
     [
         (0, "these questions are too few"),
-        (1, "about 1 more seed would"),
-        (4, "about 4 more seeds would"),
+        (1, "about 1 more seed would tell"),
+        (4, "about 4 more seeds would tell"),
         (None, "nor would they be with 100 seeds"),
     ],
 )

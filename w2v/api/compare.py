@@ -256,7 +256,7 @@ def write(trained: Sequence[runs.Run], folder: Path) -> Comparison:
     lines += [f"\n{runs.markup(line)}" for line in compared.verdicts]
     atomic_write(folder / "table.md", "\n".join(lines) + "\n")
     try:
-        pages.write_page(compared, folder / "report.html", folder)
+        pages.write_page(compared, folder / "report.html")
     except pages.ReportError as error:  # plotly is not installed
         log.warning(f"no report: {error}")
     # The last file, by which a comparison is known to be finished.

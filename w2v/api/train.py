@@ -144,9 +144,8 @@ def write_report(folder: Path) -> None:
     if not run.settings["run.report"]:
         return
     with_map = run.scores["seconds"] >= MAP_SECONDS
-    file = folder / "report.html"
     try:
-        page = report.write_page(runs.Comparison.of([run]), file, folder.parent, with_map)
+        page = report.write_page(runs.Comparison.of([run]), folder / "report.html", with_map)
         console.log.log(console.RESULTS, f"report       {page}")
     except report.ReportError as error:
         console.log.log(console.RESULTS, f"no report    {error}")

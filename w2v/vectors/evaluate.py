@@ -215,12 +215,12 @@ class Scorer:
             for sections, value_Q in zip(scored.values(), (hit_Q, hit_Q / rank_Q), strict=True):
                 total = value_Q.sum().item()
                 sections.append(Section(of, total, len(known), len(pairs) - len(known)))
-        shares = ((near_Q <= MOST_SHOWN) / near_Q).tolist()
-        hits, mrr = scored.values()
-        # Answers of one alone: a test would take two of the same items for twice as many.
-        answers = _in_order(is_known, (f"{share:.4f}" for share in shares))
-        both = ItemScore(hits), ItemScore(mrr, answers)
-        return dict(zip(datasets.ITEM_SCORES, both, strict=True))
+        hit_Q = (near_Q <= MOST_SHOWN).long()
+        found = {}
+        for (name, sections), value_Q in zip(scored.items(), (hit_Q, hit_Q / near_Q), strict=True):
+            answers = (f"{value:.4g}" for value in value_Q.tolist())
+            found[name] = ItemScore(sections, _in_order(is_known, answers))
+        return found
 
     def _ranks(self, query_Q: Tensor, item_Q: Tensor) -> Tensor:
         """Return the rank of each item among the words nearest to its query."""
@@ -304,40 +304,40 @@ def report(scores: Scores) -> tuple[str, str]:
         nothing = "no scores: no question of the analogies and no word pair is in the vocabulary"
         return "", nothing
 
-    def table(parts: Iterable[tuple[str, Section]]) -> list[str]:
-        lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
+    def table(title: str, parts: Sequence[tuple[str, Section]]) -> str:
+        lines = [f"{title:<{width}}  accuracy  correct  counted  skipped"] if parts else []
         for name, part in parts:
             share = "-"
             if part.counted:
                 share = f"{100 * part.accuracy:.1f} %"
             counts = f"{part.correct:>7.6g}  {part.counted:>7}  {part.skipped:>7}"
             lines.append(f"{name:<{width}}  {share:>8}  {counts}")
-        return lines
+        return "\n".join(lines)
 
-    sections, sums = [], []
-    has_items = any(isinstance(other, ItemScore) for other in further.values())
-    if has_items:  # sets of words know nothing of them
-        similarities = [pairs for pairs in similarities if pairs.pairs]
-    if google.total.counted or not has_items:
-        sections = [(part.name, part) for part in google.sections]
-        sums = [(part.name, part) for part in (google.semantic, google.syntactic, google.total)]
+    sections, sums, items = [], [], []
     for name, other in further.items():
-        sections += [(f"{name}: {part.name}", part) for part in other.sections]
-        sums.append((name, other.total))
         if isinstance(other, ItemScore):
-            sums.append(("  of popular items", other.sections[1]))
+            items += [(name, other.total), ("  of popular items", other.sections[1])]
+        else:
+            sections += [(f"{name}: {part.name}", part) for part in other.sections]
+            sums.append((name, other.total))
+    if items:  # sets of words know nothing of them
+        similarities = [pairs for pairs in similarities if pairs.pairs]
+    if google.total.counted or not items:
+        sections = [*((part.name, part) for part in google.sections), *sections]
+        totals = google.semantic, google.syntactic, google.total
+        sums = [*((part.name, part) for part in totals), *sums]
     titles = [datasets.title(pairs.name) for pairs in similarities]
     # All tables have a first column of the same width.
-    width = max(map(len, [*titles, *(name for name, _ in [*sections, *sums])]))
-    lines = table(sums)
-    if similarities:
-        lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
+    width = max(map(len, [*titles, *(name for name, _ in [*sections, *sums, *items])]))
+    lines = [f"{'similarity':<{width}}  spearman    pairs  unknown"] if similarities else []
     for title, pairs in zip(titles, similarities, strict=True):
         rho = "-"
         if pairs.spearman is not None:
             rho = f"{pairs.spearman:.3f}"
         lines.append(f"{title:<{width}}  {rho:>8}  {pairs.pairs:>7}  {100 * pairs.oov:>5.1f} %")
-    return "\n".join(table(sections)), "\n".join(lines)
+    tables = table("analogies", sums), table("items", items), "\n".join(lines)
+    return table("analogies", sections), "\n\n".join(filter(None, tables))
 
 
 def as_dict(scores: Scores) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import os
 import unicodedata
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import product
@@ -51,7 +51,7 @@ class ReportError(ValueError):
     """A page or map that cannot be made; one line with the remedy."""
 
 
-def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
+def write(paths: Sequence[str | Path], to: str | Path | None = None) -> Path:
     """Write the page and return its path.
 
     Args:
@@ -60,26 +60,20 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
         to: The file, or a folder for report.html; by default in the run folder, or beside
             several runs, or beside the file of vectors.
     """
-    given = [Path(path) for path in paths if Path(path).name != SCRIPT]
-    for vectors in (path for path in given if path.is_file()):
-        if len(given) > 1:
+    for vectors in (path for path in map(Path, paths) if path.is_file() and path.name != SCRIPT):
+        if len(paths) > 1:
             raise ReportError(f"{vectors} is a file of vectors; give it alone")
         file = runs.picture_path([vectors.parent], f"{vectors.name}.html", to)
-        return write_page(Comparison([], {}, []), file, file.parent, vectors=vectors)
-    folders = runs.find_all(given, "metrics.jsonl")
-    file = runs.picture_path(folders, "report.html", to)
-    shared = folders[0].parent if to is None else file.parent
-    return write_page(Comparison.of([runs.read(path) for path in folders]), file, shared)
+        return write_page(Comparison([], {}, []), file, vectors=vectors)
+    folders = runs.find_all(paths, "metrics.jsonl")
+    compared = Comparison.of([runs.read(path) for path in folders])
+    return write_page(compared, runs.picture_path(folders, "report.html", to))
 
 
 def write_page(
-    compared: Comparison,
-    file: Path,
-    shared: Path,
-    with_map: bool = True,
-    vectors: Path | None = None,
+    compared: Comparison, file: Path, with_map: bool = True, vectors: Path | None = None
 ) -> Path:
-    """Write the page of runs, and plotly's script into `shared`.
+    """Write the page of runs, and plotly's script beside it or its run folder.
 
     with_map: Whether words have places on a map, which takes seconds.
     vectors: A run folder or file; by default that of the best run that has vectors.
@@ -89,7 +83,8 @@ def write_page(
     except PackageNotFoundError:
         raise ReportError("report.html needs plotly: pip install plotly") from None
     file.parent.mkdir(parents=True, exist_ok=True)
-    shown = shared / SCRIPT
+    is_in_run = (file.parent / "config.yaml").is_file()
+    shown = (file.parent.parent if is_in_run else file.parent) / SCRIPT
     content = Path(str(script)).read_bytes()
     if not shown.is_file() or shown.stat().st_size != len(content):
         atomic_write(shown, content)
@@ -133,7 +128,8 @@ def _curves(rows: Sequence[Row]) -> dict[str, Any]:
         if not any(len(curve.get("words", ())) > 1 for curve in curves):
             continue
         panel = len(axes) + 1
-        axes[f"yaxis{panel}"] = {"title": {"text": title}, "automargin": True}
+        axis: dict[str, Any] = {"title": {"text": title}, "automargin": True}
+        axes[f"yaxis{panel}"] = axis | ({"tickformat": "~%"} if metric == "analogies" else {})
         for number, (row, curve) in enumerate(zip(rows, curves, strict=True)):
             if not curve:
                 continue

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from w2v.config import flat_config, load_config
+from w2v.system.console import hang
 from w2v.system.files import nearest, printable, refused
 from w2v.vectors import significance
 from w2v.vectors.datasets import ITEM_SCORES, title
@@ -226,7 +227,7 @@ def figures(run: Run) -> dict[str, float | None]:
         found[heading] = None if score is None else score * scale(heading)
     speed = (scores["words"] or 0) / (scores["seconds"] or math.inf) / 1e6
     found |= {"M words/s": speed or None, "seconds": scores["seconds"] or None}
-    found |= {"loss": scores["loss"], "questions": scores["analogies"]["total"]["counted"]}
+    found |= {"loss": scores["loss"], "questions": scores["analogies"]["total"]["counted"] or None}
     for name in ("host", "GPU"):
         found[f"{name} MiB"] = (scores[f"bytes_{name.lower()}"] or 0) / 2**20 or None
     return found
@@ -276,7 +277,9 @@ class Row:
         with np.errstate(invalid="ignore"):
             difference_SK = np.array([np.subtract(*pair) for pair in pairs]).reshape(-1, 2)
         difference_S = np.nan_to_num(difference_SK[:, int(not difference_SK[:, 0].any())])
-        return significance.test(difference_S, self.items, other.items)
+        # Without hits: items that count twice would be taken for twice as many.
+        tested = [row.items | {f"{ITEM_SCORES[0]} %": np.empty(0)} for row in (self, other)]
+        return significance.test(difference_S, *tested)
 
 
 def quality(runs: Sequence[Run]) -> tuple[float, float]:
@@ -382,7 +385,8 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((120, 24)).columns, 120)
-        return "\n".join([in_columns(self.columns, width), "", *self.verdicts]).rstrip()
+        verdicts = hang("\n".join(self.verdicts), width)
+        return f"{in_columns(self.columns, width)}\n\n{verdicts}".rstrip()
 
 
 def verdicts(compared: Sequence[Row]) -> list[str]:

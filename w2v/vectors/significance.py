@@ -54,7 +54,7 @@ class Test(NamedTuple):
             return f"{better} > {worse} ({self}){doubt}"
         hints = {None: "nor would they be with 100 seeds", 0: "these questions are too few"}
         plural = "s" * (self.more_seeds != 1)
-        hint = hints.get(self.more_seeds, f"about {self.more_seeds} more seed{plural} would")
+        hint = hints.get(self.more_seeds, f"about {self.more_seeds} more seed{plural} would tell")
         if self.seeds < 2:
             hint = "train more seeds"
         return f"{better} and {worse} are not distinguishable ({self}); {hint}"

@@ -40,10 +40,10 @@ def test_runs_are_listed_by_date_with_their_state(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     found = [re.split(r"  +", line) for line in lines[1:6]]
     assert [line[-1] for line in found[:3]] == ["runs/done", "runs/running", "runs/burst"]
-    assert found[0][:5] == ["2001-09-09", "wiki.txt", "Adam", "25", "0.5"]
+    assert found[0][:5] == ["2001-09-09", "wiki.txt", "Adam", "25.0", "0.500"]
     assert [line[3] for line in found[1:3]] == ["unfinished", "diverged"]
     others = {line[-1]: line for line in found[3:]}
-    assert others["runs/compare-x/sgd-seed1"][2:5] == ["SGD", "50", "0.5"]
+    assert others["runs/compare-x/sgd-seed1"][2:5] == ["SGD", "50.0", "0.500"]
     assert others[r"runs/damaged\x1b[2J"][1] == "unreadable"
     assert lines[-1].startswith("runs: 5, ") and "cached texts: 1, " in lines[-1]
     assert max(map(len, lines)) <= 100
@@ -51,6 +51,15 @@ def test_runs_are_listed_by_date_with_their_state(folder, capsys):
     assert capsys.readouterr().out.count("runs/") == 1
     assert cli.main(["runs", "data"]) == 2
     assert "no run is in data; name a folder of runs" in capsys.readouterr().err
+
+
+def test_runs_of_items_are_listed_with_their_hit_rate(tmp_path, capsys):
+    total = {"accuracy": 0.4, "counted": 9}
+    hits = {"hit rate at 10": {"total": total, "sections": [total, total]}}
+    write_run(tmp_path / "items", {"questions": hits})
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    heading, line, *_ = capsys.readouterr().out.splitlines()
+    assert "hit rate at 10 %" in heading and "analogies" not in heading and " 40.0 " in line
 
 
 def test_a_cache_is_named_after_its_text(folder):

@@ -16,10 +16,12 @@ from w2v.system.resources import format_bytes
 from w2v.text import corpus
 from w2v.text.sources import CACHE
 from w2v.vectors import runs
+from w2v.vectors.datasets import ITEM_SCORES
 
 PARENT = Config().run.dir
 DATA = Config().corpus.data_dir
-HEADINGS = ["date", "text", "optimizer", "analogies %", "WordSim-353", "size", "run"]
+SCORES = ["analogies %", "WordSim-353", f"{ITEM_SCORES[0]} %"]
+HEADINGS = ["date", "text", "optimizer", *SCORES, "size", "run"]
 
 
 def list_runs(options: argparse.Namespace) -> None:
@@ -34,8 +36,10 @@ def list_runs(options: argparse.Namespace) -> None:
         places = " ".join(options.runs) or PARENT
         raise runs.RunError(f"no run is in {places}; name a folder of runs, or train first")
     folders.sort(key=_changed)
-    columns = zip(*map(_line, folders), strict=True)
-    show("\n".join(runs.aligned(dict(zip(HEADINGS, map(list, columns), strict=True)))))
+    lines = [_line(folder) for folder in folders]
+    columns = {heading: [line.get(heading, "-") for line in lines] for heading in HEADINGS}
+    shown = {heading: cells for heading, cells in columns.items() if set(cells) != {"-"}}
+    show("\n".join(runs.aligned(shown)))
     caches = cached_texts(DATA)
     in_runs, in_caches = (format_bytes(sum(map(_size, paths))) for paths in (folders, caches))
     show("", f"runs: {len(folders)}, {in_runs}; cached texts: {len(caches)}, {in_caches}")
@@ -77,23 +81,22 @@ def cached_texts(data_dir: str | Path) -> list[Path]:
     return sorted(file.parent for file in (Path(data_dir) / CACHE).glob(f"*/{corpus.HEADER}"))
 
 
-def _line(folder: Path) -> list[str]:
-    """Return the cells of a run, finished or not."""
-    cells = ["unreadable", "-", "-", "-"]
+def _line(folder: Path) -> dict[str, str]:
+    """Return the cells of a run, finished or not, by their heading."""
+    line = {"text": "unreadable", "size": format_bytes(_size(folder)), "run": str(folder)}
+    line["date"] = time.strftime("%Y-%m-%d", time.localtime(_changed(folder)))
     with contextlib.suppress(runs.RunError):
         run = runs.read(folder)
-        figures = runs.figures(run)
-        cells = [Path(run.settings["corpus.path"]).name, run.settings["optimizer.name"]]
-        for score in map(figures.get, HEADINGS[3:5]):
-            cells.append("-")
-            if score is not None:
-                cells[-1] = f"{score:.3g}"
+        line["text"] = Path(run.settings["corpus.path"]).name
+        line["optimizer"] = run.settings["optimizer.name"]
+        for heading, score in runs.figures(run).items():
+            if heading in SCORES and score is not None:
+                line[heading] = f"{score:{runs.FORMATS['%' * heading.endswith('%')]}}"
         if not (folder / "scores.json").exists():
-            cells[2] = "unfinished"
+            line[SCORES[0]] = "unfinished"
         if run.scores["diverged"]:
-            cells[2] = "diverged"
-    date = time.strftime("%Y-%m-%d", time.localtime(_changed(folder)))
-    return [printable(cell) for cell in [date, *cells, format_bytes(_size(folder)), str(folder)]]
+            line[SCORES[0]] = "diverged"
+    return {heading: printable(cell) for heading, cell in line.items()}
 
 
 def _changed(folder: Path) -> float:

@@ -269,15 +269,23 @@ def test_bash_completes(typed, expected, capsys):
     assert set(done.stdout.split()) == expected, done.stderr
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_have_a_script_too(shell, tmp_path, capsys):
+LOADED = {  # prints what completes an unfinished command
+    "zsh": "autoload -Uz compinit; compinit -D; source script; print $_comps[w2v]",
+    "fish": "source script; complete -C 'w2v swe'",
+}
+
+
+@pytest.mark.parametrize(("shell", "shown"), [("zsh", "_shtab_w2v"), ("fish", "sweep")])
+def test_other_shells_have_a_script_too(shell, shown, tmp_path, capsys):
     pytest.importorskip("shtab")
     cli.main(["completion", shell])
     script = capsys.readouterr().out
     assert all(word in script for word in ("sweep", "optimizer.lr=", "train.device=cuda", "adamw"))
     if shutil.which(shell):
         (tmp_path / "script").write_text(script)
-        subprocess.run([shell, "-n", tmp_path / "script"], check=True)
+        command = [shell, "-c", LOADED[shell]]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert shown in done.stdout and not done.stderr
 
 
 @each_case("line", ["--help", "train --help", "compare --help", "sweep --help"])

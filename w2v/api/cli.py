@@ -322,6 +322,8 @@ def print_completion(options: argparse.Namespace) -> None:
         for action in parser._actions:
             if action.dest in ("settings", "run", "runs", "resume", "base"):
                 action.complete = complete | {"preamble": scripts}  # type: ignore[attr-defined]
-    show(shtab.complete(program, options.shell))
+    script = shtab.complete(program, options.shell)
+    # shtab's script of zsh registers itself where `eval` runs it, but not where `source` does.
+    show(script.replace("$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] == (eval|file)"))
     if options.shell == "bash":
         show(NO_SPACE)

@@ -166,7 +166,8 @@ def test_all_words_are_found_with_vectors_places_and_groups(page, monkeypatch):
 
 
 def test_page_shows_scores_and_curves(page):
-    text = page.read_text(encoding="utf-8").split("</table>")[0]
+    text, rest = page.read_text(encoding="utf-8").split("</table>")
+    assert "brackets are 95 % intervals" in rest
     heads = re.findall("<th>(.*?)</th>", text)
     table = dict(zip(heads, re.findall("<td>(.*?)</td>", text), strict=False))
     assert table["lr"] == "0.5" and table["analogies %"].startswith("25.0 [")
@@ -232,7 +233,7 @@ def test_what_no_run_has_counted_is_left_out(tmp_path):
     scores = scores_of(0.25)
     run = write_run(tmp_path / "one", scores, metrics=[{"words": 1, "seconds": 1, "loss": 2.0}])
     text = report.write([run]).read_text()
-    assert "analogies %" in text and "SimLex-999" not in text
+    assert "analogies %" in text and "SimLex-999" not in text and "intervals" not in text
 
 
 def test_pages_of_a_folder_of_runs_share_one_script(tmp_path):

@@ -257,7 +257,7 @@ def test_long_commands_run_line_by_line(tmp_path):
     write_texts(folder, 17_000)  # enough to hold words out
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PY": sys.executable}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    long = ("w2v compare .*--seeds", "w2v train text8(?= train.held_out)")
+    long = ("w2v compare .*txt --seeds", "w2v train text8(?= train.held_out)")
     for line in lines_of("make (?:train|compare|sweep|bench-cpu)", *long):
         line = line.replace("w2v", f"{sys.executable} evaluate.py")
         subprocess.run(line, shell=True, cwd=folder, env=environment, check=True)

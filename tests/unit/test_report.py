@@ -288,12 +288,14 @@ def test_a_narrow_browser_draws_searches_and_sorts(tmp_path, monkeypatch):
       get("#axis").value = "seconds";
       get("#axis").onchange();
       found.axis = get("#curves")._fullLayout.xaxis.type;
+      found.title = get("#curves")._fullLayout.xaxis.title.text;
       found.drag = get("#curves")._fullLayout.dragmode;
       found.dots = get("#map").data[0].x.length;
       found.names = names();
       found.nothing = seek("nothing");
-      found.hints = seek("word3");
       found.rare = seek("word35");
+      found.hints = seek("word3");
+      seek("word35");
       found.chosen = get("#map").data[1].text;
       get("#near button").click();
       found.clicked = input.value;
@@ -326,9 +328,11 @@ def test_a_narrow_browser_draws_searches_and_sorts(tmp_path, monkeypatch):
     assert sorted(found["color"] for found in both) == [[13, 17, 23], [255, 255, 255]]
     for found in both:
         assert found["curve"] == [1, 2, 3] and found["axis"] == "log"
+        assert found["title"] == "seconds"
         assert found["drag"] is False  # a finger scrolls the page
         assert found["dots"] == 30 and 0 < found["names"] <= 30
-        assert found["nothing"][-1] == "no word begins so"
+        assert found["nothing"] == ["", "no word begins so"]
+        assert found["hints"][0] == "" and "word30" in found["hints"][1]
         shown = [line.split("\t") for line in found["rare"][:10]]
         assert [word for word, _ in shown][:5] == [word for word, _ in near][:5]
         cosines = [float(cosine) for _, cosine in shown]

@@ -385,8 +385,8 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((120, 24)).columns, 120)
-        verdicts = hang("\n".join(self.verdicts), width)
-        return f"{in_columns(self.columns, width)}\n\n{verdicts}".rstrip()
+        lines = [in_columns(self.columns, width), "", *self.verdicts]
+        return hang("\n".join(lines).rstrip(), width)
 
 
 def verdicts(compared: Sequence[Row]) -> list[str]:

@@ -7,12 +7,14 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.support.small_text import record_calls
 from w2v.api import cli, compare
 from w2v.config import ConfigError, load_config, save_config
+from w2v.system.console import log_to_console
 from w2v.training import plan
 from w2v.vectors import runs
 from w2v.vectors.datasets import Further
@@ -29,7 +31,7 @@ def configs(common):
     return {"adam": load_config([], adam), "rmsprop": load_config([], rmsprop)}
 
 
-def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path, monkeypatch):
+def test_each_config_and_seed_is_trained_once(configs, trained, tmp_path, monkeypatch, capsys):
     table = str(compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path))
     pairs = [(config.optimizer.name, config.train.seed) for config in trained]
     assert pairs == [("Adam", 1), ("Adam", 2), ("RMSprop", 1), ("RMSprop", 2)]
@@ -40,7 +42,12 @@ def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path, 
     run = runs.read(tmp_path / "adam-seed1")
     assert len(run.curve("analogies")) == len(run.curve("held_out_loss")) == 2
 
-    (tmp_path / "adam-seed2" / "scores.json").unlink()  # as if it had been interrupted
+    (tmp_path / "adam-seed2" / "scores.json").unlink()
+    log_to_console()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(compare, "train_and_score", mock.Mock(side_effect=KeyboardInterrupt))
+        compare.train(configs, [1, 2], tmp_path)
+    assert "stopped after 1 runs; the same command" in capsys.readouterr().out
     read = record_calls(monkeypatch, runs, "read")
     again = str(compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path))
     assert len(read) == len(set(read)) == 4

@@ -142,12 +142,16 @@ def train(
             if finished:
                 check_scored(finished, further)
             planned.append((seeded, run, finished))
-    trained = []
+    trained: list[runs.Run] = []
     for config, run, finished in planned:
         if not finished:
             run.mkdir(parents=True)
             save_config(config, run / "config.yaml")
-            scores = train_and_score(config, run, save, further)
+            try:
+                scores = train_and_score(config, run, save, further)
+            except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+                log.info(f"stopped after {len(trained)} runs; the same command trains the others")
+                raise
             # Written last: it marks the run as finished.
             atomic_write(run / "scores.json", as_json(scores, indent=1))
         trained.append(finished or runs.read(run))

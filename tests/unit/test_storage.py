@@ -102,7 +102,8 @@ def test_runs_comparisons_and_caches_are_removed(folder, monkeypatch, capsys):
     assert everything(folder / "data") == ["cache", "text8"]
     assert cli.main(["clean", "--caches", "--yes"]) == 2
     assert "nothing to remove" in capsys.readouterr().err
-    assert cli.main(["clean", "runs", "--yes"]) == 0
+    write_run(folder / "runs" / "compare-stopped" / "adam-seed1")
+    assert cli.main(["clean", "runs/compare-stopped", "runs", "--yes"]) == 0
     assert everything(folder / "runs") == ["plotly.min.js"]
 
 

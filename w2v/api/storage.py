@@ -71,6 +71,8 @@ def clean(options: argparse.Namespace) -> None:
     for folder in targets:
         with run_folder.lock(folder):
             shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # holds more than the runs of a stopped comparison
+            folder.parent.rmdir()
     for folder in caches:
         with exclusive(folder.parent, lambda: show("waiting for a run that reads a text")):
             shutil.rmtree(folder)

@@ -289,6 +289,11 @@ def test_a_narrow_browser_draws_searches_and_sorts(tmp_path, monkeypatch):
       get("#axis").onchange();
       found.axis = get("#curves")._fullLayout.xaxis.type;
       found.title = get("#curves")._fullLayout.xaxis.title.text;
+      found.legends = [get("#curves")._fullLayout.showlegend];
+      get("#figures").textContent = get("#figures").textContent
+        .replace('"name": "', '"name": "' + "x".repeat(500));
+      get("#axis").onchange();
+      found.legends.push(get("#curves")._fullLayout.showlegend);
       found.drag = get("#curves")._fullLayout.dragmode;
       found.dots = get("#map").data[0].x.length;
       found.names = names();
@@ -328,7 +333,7 @@ def test_a_narrow_browser_draws_searches_and_sorts(tmp_path, monkeypatch):
     assert sorted(found["color"] for found in both) == [[13, 17, 23], [255, 255, 255]]
     for found in both:
         assert found["curve"] == [1, 2, 3] and found["axis"] == "log"
-        assert found["title"] == "seconds"
+        assert found["title"] == "seconds" and found["legends"] == [True, False]
         assert found["drag"] is False  # a finger scrolls the page
         assert found["dots"] == 30 and 0 < found["names"] <= 30
         assert found["nothing"] == ["", "no word begins so"]

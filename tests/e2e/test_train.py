@@ -118,7 +118,7 @@ def test_run_folder(programs, train):
     expected = "config.yaml env.txt train.log metrics.jsonl scores.json vocab.tsv vectors.kv"
     expected += " vectors.kv.vectors.npy vectors.bin vectors.sha256 checkpoints .lock"
     assert sorted(os.listdir(run)) == sorted(expected.split())
-    for part in ("3,200 words", "trained 64,000 words", str(run), "w2v.load"):
+    for part in ("3,200 words", "trained 64,000 words", str(run), "KeyedVectors.load"):
         assert part in output, part
 
     # The vectors have learned the topics, and are those of the last checkpoint.

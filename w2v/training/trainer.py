@@ -462,7 +462,7 @@ class Trainer:
             RESULTS,
             f"\n{sums}\n\n"
             f"run folder   {folder}\n"
-            f"in Python    w2v.load({str(folder)!r})\n"
+            f"in gensim    KeyedVectors.load({str(folder / 'vectors.kv')!r})\n"
             f"ask it       w2v nn {quote(str(folder))} WORD ...",
         )
 

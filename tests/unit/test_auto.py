@@ -234,13 +234,12 @@ def test_the_cap_of_sgd_follows_its_rate():
     [
         ("cuda", [], 500, "weigh"),
         ("cpu", [], 10**6, "weigh"),
-        ("sequential", [], 10**6, "draw"),
-        ("sequential", [], 500, "weigh"),
+        ("sequential", [], 10**6, "weigh"),
         ("cpu", ["model.architecture=cbow"], 500, "draw"),
         ("cpu", ["model.shrink_windows=false"], 500, "draw"),
     ],
 )
-def test_windows_are_weighed_where_there_is_time(kernels, settings, count, shrink_by):
+def test_windows_of_skip_gram_are_weighed(kernels, settings, count, shrink_by):
     vocab = vocab_of([count] * 40)
     chosen = auto.choose(load_config([], settings), vocab, kernels)
     assert chosen.config.model.shrink_by == shrink_by

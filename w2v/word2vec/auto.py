@@ -26,7 +26,7 @@ SEQUENTIAL_STEPS = 200  # [23-6] where a batch is only what threads train betwee
 PAIRS = 5_400  # [22] of the median word in a run, times the root of the dimensions, for RATES
 FALL = 0.55  # [22, 23-6, 27] exponent by which rates fall with pairs
 HIGHEST = 1.7  # [23-6, 27] times that a rate is raised at most; of SUMMED its root for rare words
-SHORT = 4e6  # [23-6] centers of a short run, at most; SGD on a CPU trains them in seconds
+SHORT = 4e6  # [23-6] centers of a short run, at most
 STABLE = 3.2  # [22] learning rate times cap on occurrences at which SGD still converges
 SAMPLE = 1e-4  # [23-6] share of a text above which a word is subsampled, at least
 KEPT = 0.5  # [23-6, 27] share of a text that subsampling keeps, at least
@@ -120,8 +120,7 @@ def choose(
         if model.sample > SAMPLE:
             kept = vocab.kept_counts(model.sample).sum() / vocab.counts.sum()
             reasons["model.sample"] = f"{model.sample:.2g} (trains on {kept:.0%} of the words)"
-    has_time = not sequential or vocab.kept_counts(model.sample).sum() * train.epochs <= SHORT
-    model, of_windows = choose_windows(model, has_time)
+    model, of_windows = choose_windows(model)
     model, of_ngrams = choose_ngrams(model, vocab)
     reasons |= of_windows | of_ngrams
     use = Use.of(replace(config, model=model), vocab, sentences)
@@ -166,14 +165,11 @@ def choose(
     return Choice(replace(config, model=model, optimizer=optimizer, train=train), reasons)
 
 
-def choose_windows(model: ModelConfig, has_time: bool) -> tuple[ModelConfig, dict[str, str]]:
-    """Choose whether windows are drawn, or full ones weighted by distance.
-
-    Pairs of full windows take time beside the rest only where each center is a step.
-    """
+def choose_windows(model: ModelConfig) -> tuple[ModelConfig, dict[str, str]]:
+    """Choose whether windows are drawn, or full ones weighted by distance."""
     if model.shrink_by != "auto":
         return model, {}
-    if model.architecture == "skipgram" and model.shrink_windows and has_time:
+    if model.architecture == "skipgram" and model.shrink_windows:
         reason = "weigh (full windows, weighted by distance)"
         return replace(model, shrink_by="weigh"), {"model.shrink_by": reason}
     return replace(model, shrink_by="draw"), {}

@@ -61,9 +61,9 @@ RATIOS = {
     "window 10": (11 / 6, 1),
     "50 dimensions": (1, 50 / 128),
     "300 dimensions": (1, 300 / 128),
-    "CBOW": (1 / 6, 1),
+    "CBOW": (2 / 6, 1),
     "tree": (10.5 / 6, 1),  # bits of a word's code in the texts of the fit
-    "CBOW, tree": (10.5 / 36, 1),
+    "CBOW, tree": (2 * 10.5 / 36, 1),
 }
 
 

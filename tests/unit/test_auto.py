@@ -206,9 +206,9 @@ def test_a_center_has_the_pairs_that_its_model_trains():
     assert pairs("model.shrink_windows=false") == 10
     tree = "model.hs=true", "model.negative=0"
     cbow = "model.architecture=cbow"
-    assert pairs(cbow) == pairs(cbow, length=2) == 1
+    assert pairs(cbow) == pairs(cbow, length=2) == 2
     assert pairs(*tree) == 2 * pairs()  # codes of 12 bits, instead of 5 negatives and one word
-    assert pairs(cbow, *tree) == 2
+    assert pairs(cbow, *tree) == 4
 
 
 def test_the_cap_of_sgd_follows_its_rate():

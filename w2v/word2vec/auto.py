@@ -82,11 +82,12 @@ def pairs(model: ModelConfig, share_V: np.ndarray, length: float) -> float:
     Words are counted after subsampling.
 
     A pair of a distant word counts by its weight, and pairs of short sentences by the share of a
-    window that these fill, as baskets need it [23-4]. CBOW has one pair, of a mean. With a
-    tree, a pair trains as many nodes as a word has bits in its code, about the entropy of words;
-    with 5 negatives it trains 6 rows. 3 negatives have the same best rate.
+    window that these fill, as baskets need it [23-4]. CBOW has two: a center trains one pair, but
+    all of its context words [27-2]. With a tree, a pair trains as many nodes as a word has bits in
+    its code, about the entropy of words; with 5 negatives it trains 6 rows. 3 negatives have the
+    same best rate.
     """
-    found = 1.0
+    found = 2.0
     if model.architecture == "skipgram":
         window = 2.0 * model.window
         found = model.window + 1 if model.shrink_windows else window

@@ -192,6 +192,10 @@ def test_rates_rise_in_short_runs_of_rare_words():
         assert rise(name, 4e6) == 1 < rise(name, 1e6) < rise(name, 6e5)
         assert rise(name, 2e5, median=4_000) == pytest.approx(1, abs=0.11)  # two digits are kept
         assert rise(name, 1) == pytest.approx(auto.HIGHEST, rel=0.05)
+    # SGD's rate is raised for rare words and in a short run, up to a limit for each.
+    for name, most in (("Adam", 1), ("SGD", 1 + auto.FALL)):
+        rate = auto.learning_rate(OptimizerConfig(name=name), Use(1, 1, 0.01), 128)
+        assert rate == pytest.approx(auto.RATES[name] * auto.HIGHEST**most, rel=0.05)
 
 
 def test_a_center_has_the_pairs_that_its_model_trains():

@@ -25,7 +25,8 @@ STEPS = 700  # [22] optimizer steps of a run
 SEQUENTIAL_STEPS = 200  # [23-6] where a batch is only what threads train between two waits
 PAIRS = 5_400  # [22] of the median word in a run, times the root of the dimensions, for RATES
 FALL = 0.55  # [22, 23-6, 27] exponent by which rates fall with pairs
-HIGHEST = 1.7  # [23-6, 27] times that a rate is raised at most; of SUMMED its root for rare words
+# [23-6, 27, 27-2] times that a rate is raised at most; of SUMMED in short runs, and for rareness
+HIGHEST = 1.7
 SHORT = 4e6  # [23-6] centers of a short run, at most
 STABLE = 3.2  # [22] learning rate times cap on occurrences at which SGD still converges
 SAMPLE = 1e-4  # [23-6] share of a text above which a word is subsampled, at least
@@ -259,13 +260,14 @@ def learning_rate(
     if name not in RATES:
         raise ConfigError(f"optimizer.lr=auto knows no rate for optimizer.name={name}; set one")
     rareness = PAIRS / max(use.median * use.pairs * dim**0.5, 1.0)
-    if name in SUMMED:
-        rareness = min(rareness, HIGHEST)
     short = SHORT / max(use.centers + use.dropped, 1.0)
-    factor = rareness**FALL * max(1.0, short) ** (FALL / 2 * min(1.0, rareness))
-    if name not in SUMMED:
-        factor *= min(1.0, STEPS / steps) ** (FALL / 2) * grown**0.5
-    rate = RATES[name] * min(factor, HIGHEST)
+    rise = max(1.0, short) ** (FALL / 2 * min(1.0, rareness))
+    if name in SUMMED:
+        factor = min(rareness, HIGHEST) ** FALL * min(rise, HIGHEST)
+    else:
+        slow = min(1.0, STEPS / steps) ** (FALL / 2) * grown**0.5
+        factor = min(rareness**FALL * rise * slow, HIGHEST)
+    rate = RATES[name] * factor
     if optimizer.occurrence_cap > 0 and name in SUMMED:
         rate = min(rate, STABLE / optimizer.occurrence_cap)
     return float(f"{rate:.2g}")

@@ -45,7 +45,7 @@ UNFINISHED = {  # scores of a run that has none
     **dict.fromkeys(COSTS),
 }
 CURVES = "epoch words seconds loss held_out_loss analogies words_per_s".split()  # of metrics.jsonl
-LARGEST = 1e15  # above all numbers that a run writes; plots overflow at far greater ones
+LARGEST = 1e100  # above all losses of float32; plots overflow at far greater numbers
 # Of numbers, by the end of their heading.
 FORMATS = {"loss": ".4f", "%": ".1f", "questions": ".0f", "MiB": ".0f", "s": ".2f", "": ".3f"}
 # Characters with a meaning in Markdown, its tables or HTML.

@@ -381,6 +381,7 @@ def step_arguments(update: Update, view: View, grads: ThreadGrads) -> tuple[Any,
     records_SR = view.records_SR.numpy()
     # By torch, they begin at a cache line.
     widths = padded(records_SR.shape[1]), padded(grads.dim)
-    spare = (torch.empty(len(grads.of_thread), width).numpy() for width in widths)
+    threads = len(grads.of_thread)
+    spare = (torch.empty(threads, width, dtype=torch.float32).numpy() for width in widths)
     given = grads.gradients(count_pairs=cap > 0), (*spare, grads.dim)
     return *given, formula, optimizer.state_count, records_SR, step_column, constants, cap

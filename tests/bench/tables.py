@@ -105,7 +105,7 @@ TABLES = {
         [SPEED, Column("step", "step [us]", ".0f us"), Column("CPU", "CPU [us]", ".0f us")],
     ),
     "cpu": Table(
-        ["cpu-2026-11-23-2"],
+        ["cpu-2026-11-27"],
         {r".*, (gensim|w2v.*)": r"\1"},
         [
             Column("text to ids", "ingest [s]", ".1f s"),

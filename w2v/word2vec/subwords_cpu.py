@@ -27,7 +27,6 @@ from w2v.word2vec.cpu import (
     ThreadGrads,
     note_fault,
     note_faults,
-    share,
     step_arguments,
 )
 from w2v.word2vec.cpu_loops import (
@@ -91,8 +90,7 @@ class CpuSubwordKernels(SubwordKernels):
         records_AR, dim = view.records_SR.numpy(), self.shape.dim
 
         def compose_share(thread: int) -> None:
-            begin, end = share(thread, threads.count, len(words_W))
-            compose(begin, end, words_W, bags, records_AR, dim)
+            compose(thread, threads.count, words_W, bags, records_AR, dim)
 
         threads.run(compose_share)
         grads = self.inner.gradients(batch, view, grads, lr)
@@ -150,21 +148,22 @@ class CpuSubwordKernels(SubwordKernels):
 
 
 @compiled
-def compose(begin, end, words_W, bags, records_AR, dim):
-    """Set input vectors of words [begin, end) to the means of their rows.
+def compose(thread, threads, words_W, bags, records_AR, dim):
+    """Set input vectors of a thread's words to the means of their rows.
 
-    bags: where the rows of each word begin, and these rows.
+    Threads take words in turn, as rare ones are longer. bags: where the rows of each word begin,
+    and these rows.
     """
     begin_V, rows_N = bags
-    for w in range(begin, end):
+    for w in range(thread, len(words_W), threads):
         word = words_W[w]
         first, last = begin_V[word], begin_V[word + 1]
         share = one / np.float32(last - first)
         for i in range(first, last):
             if i + PREFETCH_ROWS < last:
                 _prefetch_row(records_AR, rows_N[i + PREFETCH_ROWS], dim, 0)
-            elif w + 1 < end:
-                later = begin_V[words_W[w + 1]] + i + PREFETCH_ROWS - last
+            elif w + threads < len(words_W):
+                later = begin_V[words_W[w + threads]] + i + PREFETCH_ROWS - last
                 _prefetch_row(records_AR, rows_N[min(later, len(rows_N) - 1)], dim, 0)
             keep = zero if i == first else one
             simd.blend(keep, records_AR, 2 * word, share, records_AR, rows_N[i], dim)

@@ -268,3 +268,20 @@ def test_a_full_disk_is_raised_after_all_ranks_have_sent(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         saved_by(3, tmp_path)
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
+def test_a_failed_export_leaves_no_file_open(tmp_path, monkeypatch):
+    def fail(path, parts):
+        next(parts), next(parts)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(export, "write_synced", fail)
+    vocab = Vocab(WORDS, np.array([90, 40, 40, 7, 6, 5]), 188, 6)
+    blocks = iter([np.zeros((3, 5), np.float32)] * 2)
+    with pytest.raises(OSError, match="No space left") as caught:
+        export.save_run(vocab, 5, blocks, tmp_path, ["kv", "bin"])
+    assert caught.tb  # which keeps all that was at work
+    opened = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+    assert not names_in(tmp_path) and not [*blocks]

@@ -9,7 +9,7 @@ import os
 import pickle
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -133,10 +133,12 @@ def save_run(
     try:
         with _new_files(folder) as new, ThreadPoolExecutor(1) as thread:
             writing = thread.submit(_write_words, new, vocab, dim, composed)
-            written = blocks
-            if "bin" in formats:
-                written = _with_binary(blocks, vocab.words, dim, new / "vectors.bin")
-            sums = {ARRAY: _write_array(new / ARRAY, len(vocab.words), dim, written)}
+            with contextlib.ExitStack() as closed:
+                written = blocks
+                if "bin" in formats:
+                    binary = _with_binary(blocks, vocab.words, dim, new / "vectors.bin")
+                    written = closed.enter_context(contextlib.closing(binary))
+                sums = {ARRAY: _write_array(new / ARRAY, len(vocab.words), dim, written)}
             writing.result()
             if composed:
                 _write_subwords(new, vocab, dim, composed, "fasttext" in formats)
@@ -227,7 +229,7 @@ def _pickled(vocab: Vocab, dim: int, composed: Composed | None = None) -> bytes:
 
 def _with_binary(
     blocks: Iterator[np.ndarray], words: Sequence[str], dim: int, path: Path
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray]:
     """Yield blocks, once they are also in a file of word2vec's format."""
     with open(path, "wb") as file:
         file.write(f"{len(words)} {dim}\n".encode())

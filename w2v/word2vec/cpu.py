@@ -58,12 +58,12 @@ class Threads:
             Thread(target=_serve, args=(self._calls,), daemon=True).start()
         weakref.finalize(self, _end, self._calls, count - 1)
 
-    def run(self, function: Callable[[int], Any], most: int | None = None) -> list[Any]:
-        """Call the function with the number of each thread; return the results.
+    def run(self, function: Callable[[int], Any], threads: int | None = None) -> list[Any]:
+        """Call the function with the number of each thread; return results.
 
-        most: how many threads take part, at most.
+        threads: how many take part, by default all.
         """
-        threads = min(self.count, most or self.count)
+        threads = threads or self.count
         results: list[Any] = [None] * threads
         errors: list[BaseException] = []
         finished, all_finished = itertools.count(1), Lock()
@@ -140,13 +140,11 @@ class ThreadGrads:
         """Return the gradients, and their pairs if these count."""
         return self.grad_NP, self.of_all.pairs_U.reshape(-1)[: None if count_pairs else 0]
 
-    def sum_owned(self, owner: int) -> tuple[np.ndarray, np.ndarray]:
+    def sum_owned(self, owner: int) -> np.ndarray:
         """Sum gradients of an owner's rows; return rows and places of sums."""
-        start, count, total = cpu_loops.list_places((2 * owner, 2 * owner + 2), self.listing)
-        rows_U, begin_U, places_M = (each[start:] for each in self.listing[3])
-        begin_U = begin_U[: count + 1]
-        cpu_loops.sum_places(begin_U, places_M[:total], self.gradients(count_pairs=True))
-        return rows_U[:count], places_M[begin_U[:-1]]
+        parts, grads = (2 * owner, 2 * owner + 2), self.gradients(count_pairs=True)
+        start, count = cpu_loops.sum_owned(parts, self.listing, grads)
+        return self.listing[3][:2, start : start + count]
 
     def merge(self, threads: Threads) -> tuple[Tensor, Tensor, Tensor]:
         """Return sorted rows, their gradients summed over all threads, and pairs."""
@@ -186,7 +184,7 @@ class CpuKernels(Kernels):
         cdf_V: Tensor,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Draw windows and negatives as `reference.draw` does, on all threads."""
-        cdf = cdf_V.numpy()
+        cdf, threads = cdf_V.numpy(), min(self.threads.count, DRAWING_THREADS)
         if cdf_V is not self._cdf_V:
             parts = 1 << len(cdf).bit_length()
             starts = np.searchsorted(cdf, np.arange(parts) / parts, side="right")
@@ -198,12 +196,8 @@ class CpuKernels(Kernels):
             of_pool = pool.size, np.uint64(pool_key), *pool[1:]
             drawn = windows_B, negatives_BK
             arguments = np.uint64(key), *widths, of_pool, cdf, self._starts, *drawn
-            self.threads.run(partial(self._draw_share, arguments, centers), DRAWING_THREADS)
+            self.threads.run(partial(_draw_share, arguments, centers, threads), threads)
             yield torch.from_numpy(windows_B), torch.from_numpy(negatives_BK)
-
-    def _draw_share(self, arguments: tuple, centers: int, thread: int) -> None:
-        begin, end = share(thread, min(self.threads.count, DRAWING_THREADS), centers)
-        cpu_loops.draw(begin, end, *arguments)
 
     def subsample(
         self,
@@ -337,6 +331,11 @@ class CpuKernels(Kernels):
             return cpu_loops.step_owned(owner, (2 * owner, 2 * owner + 2), listing, arguments)
 
         note_faults(state, self.threads.run(step_owned))
+
+
+def _draw_share(arguments: tuple, centers: int, threads: int, thread: int) -> None:
+    """Draw windows and negatives of a thread's share of the centers."""
+    cpu_loops.draw(*share(thread, threads, centers), *arguments)
 
 
 class SequentialSgdKernels(CpuKernels):

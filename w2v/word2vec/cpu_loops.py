@@ -592,14 +592,22 @@ def _sum_gradients(begin, end, places_M, grads, sums_UP, u):
 
 
 @compiled
-def sum_places(begin_U, places_M, grads):
-    """Sum the gradients and pairs of each row in the place of its first."""
+def sum_owned(parts, listing, grads):
+    """Sum the gradients of the rows of parts [begin, end), and their pairs.
+
+    Each sum is in the place of the row's first gradient. Returns where rows and places begin in the
+    first two lists of the memory, see `list_places`, and how many there are.
+    """
     grad_NP, pairs_N = grads
-    for u in range(len(begin_U) - 1):
+    start, count, total = list_places(parts, listing)
+    _, begin_U, places_M = listed_rows(listing[3], start, count, total)
+    for u in range(count):
         place = places_M[begin_U[u]]
         pairs = _sum_gradients(begin_U[u], begin_U[u + 1], places_M, grads, grad_NP, place)
         if len(pairs_N):
             pairs_N[place] = pairs
+        begin_U[u] = place
+    return start, count
 
 
 @inlined

@@ -34,13 +34,12 @@ from w2v.word2vec.cpu_loops import (
     ROWS_PER_OWNER,
     _prefetch_row,
     compiled,
-    list_places,
     list_rows,
     listed_rows,
     one,
     step_owned,
     step_rows,
-    sum_places,
+    sum_owned,
     zero,
 )
 from w2v.word2vec.reference import ReferenceKernels
@@ -175,11 +174,10 @@ def step_outputs(owner, listing, place_V, arguments):
 
     Sets `place_V` of their words to the places of the sums.
     """
-    start, count, total = list_places((2 * owner, 2 * owner + 1), listing)
-    rows_U, begin_U, places_M = listed_rows(listing[3], start, count, total)
-    sum_places(begin_U, places_M, arguments[0])
-    for u in range(count):
-        place_V[rows_U[u] // 2] = places_M[begin_U[u]]
+    start, count = sum_owned((2 * owner, 2 * owner + 1), listing, arguments[0])
+    rows, places = listing[3][0], listing[3][1]
+    for u in range(start, start + count):
+        place_V[rows[u] // 2] = places[u]
     return step_owned(owner, (2 * owner + 1, 2 * owner + 2), listing, arguments)
 
 

@@ -47,7 +47,7 @@ from w2v.word2vec.sampler import Sampler
 
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1}
 FORMULAS |= dict.fromkeys(("adadelta", "adam", "adamw", "adamax"), 2)
-GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED SLIDES"
+GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED SHARED"
 VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
@@ -61,8 +61,9 @@ VARIANTS = [
     *(
         ("gradients.cu", dict(zip(GRADIENT_MACROS.split(), values, strict=True)))
         for values in (
-            (128, 5, 6, 0, 0, 0, 0, 0, 1, 5, 1),
-            (33, 20, 65, 0, 1, 1, 0, 0, 3, 0, 1),
+            (128, 5, 6, 0, 0, 0, 0, 0, 1, 5, 8 * 11 * 516 + 32),
+            (33, 20, 65, 0, 1, 1, 0, 0, 3, 0, 8 * 41 * 136),
+            (300, 5, 6, 0, 0, 0, 0, 0, 1, 0, 8 * 11 * 1204 + 32),
             (1024, 1, 2, 0, 2, 0, 0, 0, 1, 8, 0),
             (128, 5, 6, 0, 0, 0, 1, 1, 2, 0, 0),
             (33, 20, 65, 0, 1, 1, 1, 0, 1, 0, 0),

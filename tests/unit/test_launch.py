@@ -103,7 +103,8 @@ def launches(monkeypatch):
         signature = launch.signature(source, kernel, macros.get("ELEMENT", 0))
 
         def driver(function, blocks, *others):
-            assert others[:7] == (1, 1, launch.THREADS, 1, 1, 0, 0) and others[8] == 0
+            shared = macros.get("SHARED", 0)
+            assert others[:7] == (1, 1, launch.THREADS, 1, 1, shared, 0) and others[8] == 0
             addresses = (ctypes.c_void_p * len(signature)).from_address(others[7])
             args = seen_in(signature, addresses)
             for name, parameter in signature.items():
@@ -121,6 +122,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch.Kernel, "__call__", called)
     monkeypatch.setattr(launch, "_compiled", compiled)
     monkeypatch.setattr(launch, "_processors", lambda: 1)
+    monkeypatch.setattr(cuda, "shared_bytes", lambda blocks: 96 << 10)
     monkeypatch.setattr(launch._thread, "device", -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

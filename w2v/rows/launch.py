@@ -44,6 +44,7 @@ TYPES: dict[str, tuple[str, torch.dtype | str]] = {
     "float4": ("", "any"),
     "void": ("", "any"),
 }
+RESERVED = 1 << 10  # bytes of shared memory that CUDA takes of each block
 KNOWN = 4096  # addresses of tensors that are remembered for a pointer
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 
@@ -240,7 +241,7 @@ class Kernel:
         device: Index of the GPU.
         source: Name of a file in cu/.
         name: Name of the kernel.
-        macros: Values of the file's macros.
+        macros: Values of the file's macros. SHARED: bytes of a block's dynamic shared memory.
         fixed: Arguments of all launches.
     """
 
@@ -255,6 +256,7 @@ class Kernel:
         self._device, self._source, self._name = device, source, name
         self._macros = macros
         self._fixed = fixed  # keeps the tensors
+        self._shared = int(macros.get("SHARED", 0))
         element = int(macros.get("ELEMENT", 0))
         self._arguments = functools.partial(_arguments, device, source, name, element)
         self._bound = self._arguments(tuple(fixed))
@@ -282,7 +284,8 @@ class Kernel:
             if tuple(args) != self._names:
                 self._lay_out(args)
             self._others.pack_into(self._memory, self._bound.size, args.values())
-            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._pointers, 0)
+            grid = (blocks, 1, 1, THREADS, 1, 1, self._shared)
+            self._launch(self._function, *grid, stream, self._pointers, 0)
 
     def _lay_out(self, args: Mapping[str, Argument]) -> None:
         """Allocate memory for all arguments, and compile the kernel."""
@@ -343,6 +346,13 @@ def _processors() -> int:
 
 
 @functools.cache
+def shared_bytes(blocks: int) -> int:
+    """Return the bytes of shared memory for each of a processor's blocks."""
+    of_processor = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+    return of_processor // blocks - RESERVED
+
+
+@functools.cache
 def _compiled(
     device: int, source: str, kernel: str, **macros: int | str
 ) -> tuple[int, Callable[..., None]]:
@@ -350,7 +360,10 @@ def _compiled(
 
     Its module stays loaded.
     """
-    function = _module(device, source, **macros).get_function(kernel).kernel
+    compiled = _module(device, source, **macros).get_function(kernel)
+    if macros.get("SHARED"):
+        compiled.max_dynamic_shared_size_bytes = macros["SHARED"]
+    function = compiled.kernel
     from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
 
     return function.ptr, driver.launchKernel

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from w2v.rows import launch
-from w2v.rows.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel
+from w2v.rows.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel, shared_bytes
 from w2v.rows.ops import Span, Spans, View, find_rows, no_places, numbers_of, step_kernel
 from w2v.rows.shard import sum_by_row
 from w2v.system.random import signed
@@ -44,6 +44,7 @@ launch.SOURCES.append(Path(__file__).parent / "cu")
 # Dimensions of CBOW: a row and a count in the 48 KiB of shared memory that a block has by itself.
 MOST_CBOW_DIM = 12_287
 DRAWN_AT_ONCE = 1 << 19  # centers
+BLOCKS_AT_ONCE = 2  # of skip-gram, that run on a processor
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
 INPUT_FAULT = 2  # bit of FAULTS; that of output vectors is the next
 
@@ -198,7 +199,7 @@ class CudaKernels(Kernels):
             mask_BC = reference.expand(batch).context_mask_BC
             return grads._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
 
-        slides = not (cbow or tree) and windows_fit(batch.window, self.shape.dim)
+        shared = 0 if cbow or tree else window_bytes(batch.window, self.shape.dim)
 
         def bind() -> Kernel:
             launch = kernel(
@@ -212,7 +213,7 @@ class CudaKernels(Kernels):
                 COUNTED=int(self.shape.count_pairs),
                 MEAN=int(mean),
                 RANKS=max(1, self._peers),
-                SLIDES=int(slides),
+                SHARED=shared,
                 WEIGHTED=weighted,
                 CBOW=int(cbow),
             )
@@ -225,9 +226,9 @@ class CudaKernels(Kernels):
 
         what = batch.window, targets, batch.objective, view, grads.rows
         launch = self._bind("gradients", what, bind)
-        # Windows slide over consecutive centers of a warp, so no more blocks than run at a time: 2.
+        # Windows slide over consecutive centers of a warp, so no more blocks than run at a time.
         # Kernels that move rows may keep a block waiting: then they are many, and short.
-        per_processor = 2 if slides and view.slot_of_A is None else 8
+        per_processor = BLOCKS_AT_ONCE if shared and view.slot_of_A is None else 8
         blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor)
         launch(blocks, batch=batch_struct(batch), loss=grads.loss, pairs=grads.pairs)
         return grads
@@ -327,10 +328,11 @@ class TorchStepKernels(CudaKernels):
         reference.ReferenceKernels(self.shape).optimizer_step(update, view, grads, state)
 
 
-def windows_fit(window: int, dim: int) -> bool:
-    """Return whether a block's windows of rows fit into shared memory."""
-    span = 2 * window + 1
-    return span < 64 and THREADS // 32 * span * (4 * dim + 4) <= 48 << 10
+def window_bytes(window: int, dim: int) -> int:
+    """Return the bytes of a block's `Window`s in gradients.cu; 0: too many."""
+    span, align = 2 * window + 1, 4 if dim % 4 else 16
+    size = THREADS // 32 * -(-span * (4 * dim + 4) // align) * align
+    return size if span < 64 and size <= shared_bytes(BLOCKS_AT_ONCE) else 0
 
 
 def find_unique_rows(batch: Batch, rows: RowGrads) -> None:

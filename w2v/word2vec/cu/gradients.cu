@@ -11,8 +11,8 @@
 //   CBOW                    1 for CBOW, 0 for skip-gram
 //   MEAN                    1 if CBOW predicts from the mean of the context rows, 0 from their sum
 //   RANKS                   number of ranks that own the rows; 1: all rows are here
-//   SLIDES                  1 if a warp of skip-gram takes consecutive centers, and has a window's
-//                           rows in shared memory: at most 63, of WARPS windows in 48 KiB
+//   SHARED                  bytes of shared memory for WARPS `Window`s of at most 63 rows; then a
+//                           warp of skip-gram takes consecutive centers. Or 0
 //   WEIGHTED                W if pairs of skip-gram at distance d weigh (W + 1 - d) / W, 0 if 1
 
 #include "batch.cuh"
@@ -22,8 +22,20 @@
 
 #define WARPS 8  // of a block, as launch.py starts them
 
-// Targets in registers at a time, a power of two; and how many of them exist.
-constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
+constexpr int at_most(int most, int number) { return number < most ? number : most; }
+constexpr int at_least(int least, int number) { return number > least ? number : least; }
+
+// Rows that fit into a warp's registers. Skip-gram has targets, their gradients, context words and
+// the gradient of one there.
+constexpr int FITTING_ROWS = 96 / LANE_ELEMENTS;
+
+// Targets in registers at a time: in CBOW a power of two; in skip-gram without paths all groups are
+// of one size. And how many of them exist.
+constexpr int MOST_OF_CBOW =
+    LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
+constexpr int MOST = CBOW ? MOST_OF_CBOW : at_least(1, at_most(8, FITTING_ROWS / 2 - 1));
+constexpr int GROUPS = at_least(1, (TARGETS + MOST - 1) / MOST);
+constexpr int GROUP = CBOW || PATHS ? MOST : (TARGETS + GROUPS - 1) / GROUPS;
 constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
 
 struct Borrowed {
@@ -62,14 +74,15 @@ __device__ float sum_over_warp(float* number, int lane, int distance = 16) {
 }
 
 // Return the gradient of a pair's loss along its logit, sigmoid - label; 0 unless the pair counts.
-// The loss is softplus(signed_logit), which `leader` adds to lane_loss.
+// The loss is softplus(signed_logit), which `leader` adds to lane_loss. Division and logarithm are
+// approximate: exact ones take a tenth of skip-gram's time.
 __device__ float pair_error(
     float logit, float label, bool counts, bool leader, double& lane_loss) {
     const float signed_logit = label ? -logit : logit;
     const float e = __expf(-fabsf(logit));
-    const float sigmoid = (logit >= 0 ? 1 : e) / (1 + e);
+    const float sigmoid = __fdividef(logit >= 0 ? 1 : e, 1 + e);
     const float error = counts ? sigmoid - label : 0;
-    if (leader && counts) lane_loss += fmaxf(signed_logit, 0) + log1pf(e);
+    if (leader && counts) lane_loss += fmaxf(signed_logit, 0) + __logf(1 + e);
     return error;
 }
 
@@ -143,43 +156,51 @@ struct HotRows {
 #if !CBOW
 // Context rows that are loaded together, and their products with the targets, which are summed over
 // the warp together: at most one a lane.
-constexpr int TOGETHER = LANE_ELEMENTS > 4 ? 1 : TAKEN > 6 ? 2 : 5;
+constexpr int TOGETHER =
+    at_least(1, at_most(5, at_most(32 / TAKEN, FITTING_ROWS - 2 * TAKEN - 1)));
 constexpr int PRODUCTS = TOGETHER * TAKEN;
 constexpr int SUMS =
     PRODUCTS > 16 ? 32 : PRODUCTS > 8 ? 16 : PRODUCTS > 4 ? 8 : PRODUCTS > 2 ? 4 : PRODUCTS;
 
 #define SPAN (2 * WINDOW + 1)  // positions of a window
 
-__shared__ FloatRow window_sums[WARPS][SLIDES ? SPAN : 1];
-__shared__ int window_index[WARPS][SLIDES ? SPAN : 1];  // of the unique row of each sum
+// Sums of gradients of the words in a window; slot s is of the positions s, s + SPAN, ...
+struct Window {
+    FloatRow sums[SPAN];
+    int index[SPAN];  // of the unique row of each sum
+};
+static_assert(SHARED == 0 || SHARED == WARPS * sizeof(Window));
+extern __shared__ float4 windows[];
 
 // Gradients of the words in the window of a warp's center. They are context words of the next
 // centers too, so their gradients are added to memory when they leave the window.
 struct SlidingWindow {
     float* grads;
-    long long has_sum;  // bit s: slot s, of the positions s, s + SPAN, ...
+    long long has_sum;  // bit s: slot s
+
+    __device__ Window& own() const { return ((Window*)windows)[threadIdx.x / 32]; }
 
     __device__ void add(const Row& grad, long long at, int index, int lane) {
-        if (!SLIDES) {
+        if (!SHARED) {
             grad.add_to(grads + (long long)index * DIM, lane);
             return;
         }
-        const int slot = (unsigned)at % SPAN, warp = threadIdx.x / 32;
+        const int slot = (unsigned)at % SPAN;
         Row sum = grad;
-        if (has_sum >> slot & 1) sum.add(window_sums[warp][slot], lane);
-        sum.store(window_sums[warp][slot], lane);
-        window_index[warp][slot] = index;  // by all lanes, as each reads what it wrote
+        if (has_sum >> slot & 1) sum.add(own().sums[slot], lane);
+        sum.store(own().sums[slot], lane);
+        own().index[slot] = index;  // by all lanes, as each reads what it wrote
         has_sum |= 1ll << slot;
     }
 
     // Add the sum of the word at a position to memory, if there is one.
     __device__ void flush(long long at, int lane) {
-        if (!SLIDES) return;
-        const int slot = (unsigned)at % SPAN, warp = threadIdx.x / 32;
+        if (!SHARED) return;
+        const int slot = (unsigned)at % SPAN;
         if (!(has_sum >> slot & 1)) return;
         Row sum = {};
-        sum.add(window_sums[warp][slot], lane);
-        sum.add_to(grads + (long long)window_index[warp][slot] * DIM, lane);
+        sum.add(own().sums[slot], lane);
+        sum.add_to(grads + (long long)own().index[slot] * DIM, lane);
         has_sum &= ~(1ll << slot);
     }
 };
@@ -199,9 +220,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) skipgram(
     const int product = lane / (32 / SUMS);  // that this lane gets
     const int of_context = product / TAKEN, member = product % TAKEN;  // its rows
     const bool leader = lane % (32 / SUMS) == 0;  // of the lanes with the same product
-    const long long begin = SLIDES ? batch.centers * warp_id() / warps() : warp_id();
-    const long long end = SLIDES ? batch.centers * (warp_id() + 1) / warps() : batch.centers;
-    const long long step = SLIDES ? 1 : warps();  // else the warps of a block share context rows
+    const long long begin = SHARED ? batch.centers * warp_id() / warps() : warp_id();
+    const long long end = SHARED ? batch.centers * (warp_id() + 1) / warps() : batch.centers;
+    const long long step = SHARED ? 1 : warps();  // else the warps of a block share context rows
     HotRows hot(batch);
     SlidingWindow sliding = {rows.grad_UD, 0};
     double lane_loss = 0;
@@ -265,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) skipgram(
 #if WEIGHTED
                     const int offset = base + my_source - WINDOW;  // of the word, if negative
                     const int distance = offset < 0 ? -offset : offset + 1;
-                    error *= (WEIGHTED + 1 - distance) / (float)WEIGHTED;
+                    error *= (WEIGHTED + 1 - distance) * (1.0f / WEIGHTED);
 #endif
 #pragma unroll
                     for (int c = 0; c < TOGETHER; c++) {

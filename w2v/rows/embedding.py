@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
@@ -41,7 +42,7 @@ from w2v.rows.table import Init, Storage, check_table
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
 EXPORTED = "rows of a paged table cannot be exported; export w2v.unpage(model)"
-Use = tuple[PagedTable, RowPage]  # a table's rows in a forward pass
+Use = tuple[PagedWeight, RowPage]  # rows of a weight in a forward pass
 
 
 class RowError(IndexError, RuntimeError, AssertionError):
@@ -83,6 +84,7 @@ class PagedRows(nn.Module):
     max_norm: float | None = _of_table("max_norm")
     norm_type: float = _of_table("norm_type")
     scale_grad_by_freq: bool = _of_table("scale_grad_by_freq")
+    sparse: bool = _of_table("sparse")
     storage: Storage = _of_table("storage")
     device: torch.device = _of_table("device")
     dtype: torch.dtype = _of_table("dtype")
@@ -144,6 +146,7 @@ class PagedRows(nn.Module):
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
             storage=storage,
             device=open_device(device, storage),
             dtype=dtype,
@@ -159,7 +162,6 @@ class PagedRows(nn.Module):
         )
         if first is None and seed is None:
             table.draw_normal(num_embeddings)
-        self.sparse = sparse
         # Rows of a process group have their own exchange: data-parallel modules do not see them.
         weights = self._parameters if process_group is None else vars(self)
         weights["weight"] = PagedWeight(table)
@@ -321,7 +323,8 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
         max_norm: Rows of larger norm are scaled down to it, in the table, when they are used.
         norm_type: Order p of the norm.
         scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
-        sparse: As torch's argument; it changes nothing, as gradients are of rows in any case.
+        sparse: As torch's argument: whether hooks of the weight and torch.autograd.grad get sparse
+            gradients. A step is of the rows that have gradients in any case.
         _weight: As torch's argument: `init`, with the dtype of these weights.
         _freeze: As torch's argument: whether the table is not trained.
         storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
@@ -351,8 +354,8 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
         """
         table = self._table
         if table.uses_kernels:
-            return fused_vectors(table, input)
-        weight_UD, places, padding = fetch(self.weight, input, self.sparse)
+            return fused_vectors(self.weight, input)
+        weight_UD, places, padding = fetch(self.weight, input)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
 
 
@@ -364,7 +367,7 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
     Args:
         scale_grad_by_freq: Not with mode="max".
         mode: "sum", "mean" or "max".
-        sparse: Changes nothing, as for a `PagedEmbedding`.
+        sparse: As for a `PagedEmbedding`.
         _weight: As for a `PagedEmbedding`.
         include_last_offset: Whether offsets end with the number of ids.
         padding_idx: Row that is left out of all bags.
@@ -415,8 +418,8 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         try:
             if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
-                return fused_vectors(table, input, offsets)
-            weight_UD, places, padding = fetch(self.weight, input, self.sparse)
+                return fused_vectors(self.weight, input, offsets)
+            weight_UD, places, padding = fetch(self.weight, input)
         except IndexError as error:  # of bags torch raises a RuntimeError
             raise RowError(str(error)) from None
         if offsets is not None:
@@ -582,12 +585,12 @@ def find(table: PagedTable, ids: Ids) -> RowPage:
     return page
 
 
-def fetch(weight: PagedWeight, ids: Ids, is_sparse: bool) -> tuple[Tensor, Tensor, int | None]:
+def fetch(weight: PagedWeight, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
     """Fetch the rows of ids.
 
     Returns:
-        Their weights [U, D], which send their gradient to the page; the place of each id in them;
-        and the place of the padding row, None where no id is padding.
+        Their weights [U, D]; the place of each id in them; and the place of the padding row, None
+        where no id is padding.
     """
     table = weight.table
     with table.store.lock:
@@ -598,51 +601,40 @@ def fetch(weight: PagedWeight, ids: Ids, is_sparse: bool) -> tuple[Tensor, Tenso
         else:
             page, weight_UD = table.read(page)
             places_N, padding = page.places(), page.padding()
-    if table.trains and not table.has_optimizer and weight.requires_grad:
-        rows_U = page.rows() - table.store.first_row
-        weight_UD = _RowsOfWeight.apply(weight, weight_UD, rows_U, is_sparse)
-    elif table.trains:
-        weight_UD = nn.Parameter(weight_UD)
-        # The graph keeps the page; without a backward pass it goes, and nothing has changed.
-        collect = functools.partial(_collect, table, page)
-        weight_UD.register_post_accumulate_grad_hook(collect)
+    if table.trains:
+        weight_UD = _RowsOfWeight.apply(weight.leaf, (weight, page), [weight_UD])
     return weight_UD.to(table.vector_dtype), places_N.view(page.shape), padding
 
 
 class _RowsOfWeight(torch.autograd.Function):
-    """Rows of a weight that no optimizer of this library steps."""
+    """Rows of a weight, whose gradients wait in the table or go to it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: PagedWeight, weight_UD: Tensor, rows_U: Tensor, is_sparse: bool
-    ) -> Tensor:
-        ctx.shape, ctx.rows_U, ctx.is_sparse = weight.shape, rows_U, is_sparse
-        return weight_UD.clone()
+    def forward(ctx: Any, leaf: Tensor, use: Use, weights: list[Tensor]) -> Tensor:
+        """Return weights [U, D], which are in a list so that they are not copied."""
+        ctx.use = use  # the graph keeps the page
+        return weights[0]
 
     @staticmethod
     def backward(ctx: Any, grad_UD: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_sparse:
-            grad_VD = torch.sparse_coo_tensor(ctx.rows_U[None], grad_UD, ctx.shape)
-        else:
-            grad_VD = grad_UD.new_zeros(ctx.shape).index_copy(0, ctx.rows_U, grad_UD)
-        return grad_VD, None, None, None
+        weight, page = ctx.use
+        table, receiver = weight.table, weight.receiver(ctx.next_functions[0][0])
+        if receiver == "table":
+            with table.store.lock:
+                if isinstance(page.look_up, RoutedLookUp):
+                    grad_UD = page.look_up.add_rows(page.index, grad_UD, table.pending(page))
+                table.collect(page, grad_UD)
+        elif receiver is not None:
+            return weight.gradient(page, grad_UD, receiver), None, None
+        return None, None, None
 
 
-def _collect(table: PagedTable, page: RowPage, weight_UD: Any) -> None:
-    """Take the gradient from the weights of a page."""
-    grad_UD = weight_UD.grad.detach()
-    weight_UD.grad = None
-    with table.store.lock:
-        if isinstance(page.look_up, RoutedLookUp):
-            grad_UD = page.look_up.add_rows(page.index, grad_UD, table.pending(page))
-        table.collect(page, grad_UD)
-
-
-def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) -> Tensor:
+def fused_vectors(weight: PagedWeight, ids: Ids, offsets: Tensor | None = None) -> Tensor:
     """Return vectors of ids or bags by kernels, which sum their gradients.
 
     The first table of an announced batch computes those of all tables; the others take theirs.
     """
+    table = weight.table
     with table.store.lock:
         page = find(table, ids)
         if table.trains and (kept := page.take_vectors(offsets)) is not None:
@@ -651,18 +643,18 @@ def fused_vectors(table: PagedTable, ids: Ids, offsets: Tensor | None = None) ->
         if not table.trains:
             look_up.fetch(page.index)
             return page.in_shape(look_up.vectors(page.index, bags), bags)
-        uses = _tables_to_compute(table, page, bags)
+        uses = _tables_to_compute(weight, page, bags)
         bags = bags and bags._replace(tables=len(uses))
         for _, its_page in uses:
             look_up.fetch(its_page.index)
-        computed = _KernelVectors.apply(table.parameter, uses, bags)
+        computed = _KernelVectors.apply(uses, bags, *(user.leaf for user, _ in uses))
         seen = Identity(offsets)
         for (user, its_page), vectors_ND in zip(uses, computed, strict=True):
             vectors = its_page.in_shape(vectors_ND, bags)
             if its_page is page:
                 own = vectors
             else:
-                of_user = ComputedVectors(vectors, user.store.version, seen)
+                of_user = ComputedVectors(vectors, user.table.store.version, seen)
                 look_up.computed[its_page.index] = of_user
         return own
 
@@ -676,19 +668,21 @@ def _launch_key(table: PagedTable, page: RowPage) -> Any:
     return is_bag and (table.mode, table.include_last_offset, page.shape)
 
 
-def _tables_to_compute(table: PagedTable, page: RowPage, bags: Bags | None) -> list[Use]:
+def _tables_to_compute(weight: PagedWeight, page: RowPage, bags: Bags | None) -> list[Use]:
     """Return this table, or at the first use of an announced batch all.
 
     Bags are summed together until offsets of tables are found to differ.
     """
-    look_up = page.look_up
+    look_up, table = page.look_up, weight.table
     bags_differ = bags and table.store.group.bags_differ
     if page is table.announced and not look_up.is_computed and not bags_differ:
         look_up.is_computed = True
-        uses = [(each, each.announced) for each in look_up.tables if each.trains]
-        if len(uses) == len(look_up.tables) and len({_launch_key(*use) for use in uses}) == 1:
+        weights = [each.weight() for each in look_up.tables if each.trains]
+        uses = [(each, each.table.announced) for each in weights if each is not None]
+        keys = {_launch_key(each.table, its_page) for each, its_page in uses}
+        if len(uses) == len(look_up.tables) and len(keys) == 1:
             return uses
-    return [(table, page)]
+    return [(weight, page)]
 
 
 def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
@@ -725,6 +719,7 @@ class _AllRows(torch.autograd.Function):
         return products
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (vectors,), table = ctx.saved_tensors, ctx.table
         stored_VD = table.stored()
@@ -735,7 +730,6 @@ class _AllRows(torch.autograd.Function):
         flat_ND = vectors.flatten(0, -2).to(grad.dtype)
         grad_ND, grad_VD = torch.zeros_like(flat_ND), None
         if needs_weight:
-            table.check_gradient()
             grad_VD = grad.new_empty(stored_VD.shape, dtype=table.parameter.dtype)
         for rows, weight_nD in _parts(table, stored_VD, grad.dtype):
             grad_Nn = grad[..., rows].flatten(0, -2)
@@ -743,10 +737,8 @@ class _AllRows(torch.autograd.Function):
                 grad_ND.addmm_(grad_Nn, weight_nD)
             if grad_VD is not None:
                 grad_VD[rows] = (grad_Nn.T @ flat_ND).to(grad_VD.dtype)
-        if grad_VD is not None:
-            table.add_whole_grad(grad_VD)
         grad_vectors = grad_ND.view_as(vectors).to(vectors.dtype) if needs_vectors else None
-        return grad_vectors, None, None
+        return grad_vectors, grad_VD, None
 
 
 def _parts(
@@ -763,9 +755,9 @@ class _KernelVectors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, trained: Tensor, uses: list[Use], bags: Bags | None
+        ctx: Any, uses: list[Use], bags: Bags | None, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return vectors [N, D] of each table; `trained` needs a gradient."""
+        """Return vectors [N, D] of each table; `leaves` are of the weights."""
         ctx.set_materialize_grads(False)
         ctx.uses, ctx.bags = uses, bags
         _, first = uses[0]
@@ -775,24 +767,33 @@ class _KernelVectors(torch.autograd.Function):
         return vectors_ND.unsafe_split_with_sizes(counts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         uses, bags = ctx.uses, ctx.bags
-        table, page = uses[0]
+        weight, page = uses[0]
+        weight.table.check_gradient()
+        edges = zip(uses, ctx.next_functions, strict=True)
+        receivers = [each.receiver(node) for (each, _), (node, _) in edges]
         present = [grad for grad in grads if grad is not None]
+        is_one = len(present) == len(uses) > 1 and receivers.count("table") == len(uses)
         has_padding = page.look_up.paddings.count(None) < len(uses)
-        with table.store.lock:
+        returned: list[Tensor | None] = [None] * len(uses)
+        with weight.table.store.lock:
             # One launch leaves out the padding row of one table at most.
-            if len(uses) > 1 and len(present) == len(uses) and not has_padding:
+            if is_one and not has_padding:
                 whole = stacked(present) if bags else None
                 if whole is None:
                     whole = torch.cat(present)
                 _sum_gradients(uses, None, whole, bags)
-            else:
-                bags = bags and bags._replace(tables=1)
-                for (table, page), grad in zip(uses, grads, strict=True):
-                    if grad is not None:
-                        _sum_gradients([(table, page)], page.index, grad, bags)
-        return (None,) * 3
+                return None, None, *returned
+            bags = bags and bags._replace(tables=1)
+            for number, ((weight, page), grad) in enumerate(zip(uses, grads, strict=True)):
+                receiver = receivers[number]
+                if grad is not None and receiver == "table":
+                    _sum_gradients([(weight, page)], page.index, grad, bags)
+                elif grad is not None and receiver is not None:
+                    sum_UD = page.look_up.gradient(page.index, _for_kernels(grad), bags)
+                    returned[number] = weight.gradient(page, sum_UD, receiver)
+        return None, None, *returned
 
 
 def _sum_gradients(
@@ -802,10 +803,15 @@ def _sum_gradients(
     bags: Bags | None,
 ) -> None:
     """Sum gradients of ids or bags by row, with those that wait for the step."""
-    if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
-        grad = grad.float().contiguous()
-    pending = {page.index: table.pending(page) for table, page in uses}
+    pending = {page.index: weight.table.pending(page) for weight, page in uses}
     _, first = uses[0]
-    sums = first.look_up.add_gradients(index, grad, bags, pending)
-    for (table, page), sum_UD in zip(uses, sums, strict=True):
-        table.collect(page, sum_UD)
+    sums = first.look_up.add_gradients(index, _for_kernels(grad), bags, pending)
+    for (weight, page), sum_UD in zip(uses, sums, strict=True):
+        weight.table.collect(page, sum_UD)
+
+
+def _for_kernels(grad: Tensor) -> Tensor:
+    """Return gradients in the dtype and layout that kernels read."""
+    if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
+        return grad.float().contiguous()
+    return grad

@@ -204,6 +204,12 @@ class LookUp:
         ops.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
         return [self.sums[table] for table in pending]
 
+    def gradient(self, index: int, grad_ND: Tensor, bags: Bags | None) -> Tensor:
+        """Return the gradient [U, D] of a table, without what waits."""
+        sums_UD = grad_ND.new_zeros(self.begins[-1], self.group.table.dim)
+        ops.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, self.paddings[index])
+        return sums_UD[self.begins[index] : self.begins[index + 1]]
+
     def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
         """Return the sums of all tables, which are 0 where nothing is pending."""
         if not self._parts:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
 
 from w2v.config import TransferConfig
 from w2v.distributed.ranks import Ranks
@@ -70,6 +71,7 @@ class PagedTable:
     has_zero_padding: bool  # at first
     mode: str | None = None  # of bags
     include_last_offset: bool = False  # of bags
+    sparse: bool = False  # as gradients of its weight
     trainable: bool = True  # as `requires_grad` of its weight
     shows_grad: bool = False  # as `grad` of its weight
     shares_no_rows: bool = True  # with other processes, as it was made without a process group
@@ -87,6 +89,7 @@ class PagedTable:
         self.vector_dtype = torch.promote_types(self.dtype, torch.float32)  # `convert` changes it
         empty = torch.empty(0, self.embedding_dim, dtype=self.vector_dtype, device=self.device)
         self.parameter = nn.Parameter(empty)
+        self.weight: Callable[[], PagedWeight | None]  # weak, as the weight keeps the table
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         # Gradients that are to be sent to the ranks that own the rows.
         self.unsent: dict[LookUp, Tensor] = {}
@@ -97,7 +100,7 @@ class PagedTable:
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        gone = dict.fromkeys(("init", "checked", "page", "announced"))
+        gone = dict.fromkeys(("init", "checked", "page", "announced", "weight"))
         return vars(self) | {"_store": self.store, "unsent": {}} | gone
 
     @property
@@ -246,13 +249,16 @@ class PagedTable:
             raise RuntimeError(f"create_graph=True is not supported for paged rows; {remedy}")
 
     def add_whole_grad(self, grad_VD: Tensor) -> None:
-        """Add a gradient of all rows to those that wait for the step."""
+        """Add a gradient [V, D], dense or sparse, to those that wait."""
         store = self.store
         with store.lock:
-            first_row = store.first_row
-            rows_V = torch.arange(first_row, first_row + len(store), device=self.device)
-            grad_VD = grad_VD.to(self.device, self.parameter.dtype)
-            self.add_grad(RowPage(store, None, rows_U=rows_V), grad_VD.contiguous())
+            if grad_VD.is_sparse:
+                grad_VD = grad_VD.coalesce()
+                rows_U, grad_UD = grad_VD.indices()[0], grad_VD.values()
+            else:
+                rows_U, grad_UD = torch.arange(len(store), device=self.device), grad_VD
+            page = RowPage(store, None, rows_U=rows_U.to(self.device) + store.first_row)
+            self.add_grad(page, grad_UD.to(self.device, self.parameter.dtype).contiguous())
 
     def drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
@@ -621,11 +627,16 @@ INDEXING = (  # which copy the rows that they read
 )
 
 
+# What takes a gradient of rows. The leaf and the caller of torch.autograd.grad get one of all rows.
+Receiver = Literal["table", "leaf", "caller"]
+
+
 class PagedWeight(nn.Parameter):
     """Weights [V, D] of a table, as the parameter of its module.
 
     It has no memory of its own: operations of torch read and write the rows where they are. The
-    gradient of an operation is one of all rows, which waits for the step beside those of ids.
+    gradient of an operation is one of all rows, which waits for the step beside those of ids. Those
+    of ids pass by the weight, unless a hook or torch.autograd.grad takes them.
 
     Attributes:
         table: Of several ranks, a weight has this rank's rows, and gets no gradient.
@@ -640,6 +651,7 @@ class PagedWeight(nn.Parameter):
     def __new__(cls, table: PagedTable) -> PagedWeight:
         weight = cls._of_shape(table)
         weight.table = table
+        table.weight = TensorWeakRef(weight)
         weight.register_post_accumulate_grad_hook(_on_gradient)
         return weight.requires_grad_(table.trainable)
 
@@ -719,8 +731,46 @@ class PagedWeight(nn.Parameter):
         if grad_VD is None:
             return
         OWN_GRAD.__set__(self, None)
-        grad_VD = grad_VD.detach()
-        self.table.add_whole_grad(grad_VD.to_dense() if grad_VD.is_sparse else grad_VD)
+        self.table.add_whole_grad(grad_VD.detach())
+
+    @property
+    def leaf(self) -> Tensor:
+        """The leaf of autograd whose gradient is that of the rows."""
+        return self if self.table.ranks.size == 1 else self.table.parameter
+
+    def receiver(self, node: Any) -> Receiver | None:
+        """Return where the gradient of rows goes in the present backward pass.
+
+        `node` is that of `leaf`. None: the pass is for other tensors, or the weight is frozen now.
+        """
+        table = self.table
+        try:
+            if not torch._C._will_engine_execute_node(node):
+                return None
+        except RuntimeError:  # as torch.autograd.grad gets the gradient of the leaf
+            return "caller"
+        # The first hook after a gradient is `_on_gradient`.
+        if self._backward_hooks or len(self._post_accumulate_grad_hooks) > 1:  # type: ignore
+            return "leaf"
+        if not table.has_optimizer and table.ranks.size == 1:
+            return "leaf"
+        return "table" if table.trainable else None
+
+    def gradient(self, page: RowPage, grad_UD: Tensor, receiver: Receiver) -> Tensor:
+        """Return the gradient of a page as one of all rows [V, D].
+
+        It is sparse as the module's are, and where the table steps only rows that have one.
+        """
+        table, rows_U = self.table, page.rows() - page.store.first_row
+        if table.sparse or (receiver == "leaf" and table.has_optimizer):
+            return torch.sparse_coo_tensor(
+                rows_U[None], grad_UD, self.shape, is_coalesced=True, check_invariants=False
+            )
+        return grad_UD.new_zeros(self.shape).index_copy(0, rows_U, grad_UD)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call a function with gradients [V, D], sparse if the module is."""
+        return super().register_hook(partial(_call_hook, self.table, hook))  # type: ignore
 
     @property
     def grad(self) -> Tensor | None:
@@ -781,6 +831,25 @@ class PagedWeight(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return PagedWeight, (self.table,)
+
+
+def _call_hook(
+    table: PagedTable, hook: Callable[[Tensor], Tensor | None], grad_VD: Tensor
+) -> Tensor | None:
+    """Call a hook with all rows' gradient; return that of rows with some."""
+    if table.sparse or not grad_VD.is_sparse:
+        return hook(grad_VD)
+    has_grad_V = torch.zeros(len(grad_VD), dtype=torch.bool, device=grad_VD.device)
+    has_grad_V[grad_VD._indices()[0]] = True
+    dense_VD = grad_VD.to_dense()
+    changed_VD = hook(dense_VD)
+    if changed_VD is None:
+        changed_VD = dense_VD  # the hook may have written to it
+    rows_U = torch.nonzero(has_grad_V | changed_VD.ne(0).any(1))[:, 0]
+    values_UD = changed_VD[rows_U]
+    return torch.sparse_coo_tensor(
+        rows_U[None], values_UD, grad_VD.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _on_gradient(weight: PagedWeight) -> None:

@@ -249,6 +249,50 @@ def test_gradients_that_are_set_step_all_rows():
     assert weight.grad is None
 
 
+@pytest.mark.parametrize("used", [False, True])
+@each_case("name, settings", [(name, {}) for name in NAMES] + [("SGD", {"momentum": 0.9})])
+def test_tables_that_are_frozen_for_some_steps_train_as_in_torch(name, settings, used):
+    found = []
+    for paged, model in zip((True, False), models(), strict=True):
+        model.table.requires_grad_(False)
+        if used:
+            model(EVERY)
+        if paged:
+            optimizer = w2v.optimizer(model, name, lr=0.1, **settings)
+        else:
+            every = [*model.table.parameters(), *model.bag.parameters()]
+            every += [*model.head.parameters(), *model.norm.parameters()]
+            optimizer = getattr(torch.optim, name)(every, lr=0.1, foreach=False, **settings)
+        pair = model, optimizer
+        train(pair, 2)
+        if name not in ("Adagrad", "SGD"):  # in torch these have one from the start, or None
+            assert optimizer.state_dict()["state"].keys() == {*range(1, 6)}
+        model.table.requires_grad_(True)
+        model.bag.requires_grad_(False)
+        train(pair, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        model.bag.requires_grad_(True)
+        train(pair, 2)
+        optimizer.load_state_dict(state)
+        train(pair, 2)
+        found.append(model)
+    assert_equal(*found)
+
+
+def test_a_state_loads_into_a_frozen_table():
+    paged, _ = models()
+    _, (torchs, theirs) = optimizers()
+    train((torchs, theirs))
+    paged.load_state_dict(torchs.state_dict())
+    paged.table.requires_grad_(False)
+    mine = w2v.optimizer(paged, "Adam", lr=0.1)
+    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    paged.table.requires_grad_(True)
+    train((paged, mine))
+    train((torchs, theirs))
+    assert_equal(paged, torchs)
+
+
 def test_frozen_tables_and_models_without_tables():
     paged, _ = models()
     paged.table.requires_grad_(False)

@@ -42,7 +42,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     Args:
         tables: Module whose paged embeddings are stepped, or several, or their weights; or groups
-            as in torch: [{"params": module, "lr": 0.1}, ...]. Frozen tables are left out.
+            as in torch: [{"params": module, "lr": 0.1}, ...]. Frozen tables have no optimizer state
+            until they are unfrozen.
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
         lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
         step: Whether bias correction counts the steps of the "table" or of each "row".
@@ -91,7 +92,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Step further tables: {"params": module, modules or weights, "lr": ...}."""
         given = param_group["params"]
         given = [given] if isinstance(given, (nn.Module, Tensor)) else list(given)
-        weights = [weight for weight in paged_weights(given) if weight.table.trainable]
+        weights = paged_weights(given)
         others = dict.fromkeys(
             parameter
             for each in given
@@ -110,7 +111,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 remedy = "give the PagedEmbedding or its model; w2v.optimizer takes both"
                 raise TypeError(f"{kind} is not a module; {remedy}")
         if not weights:
-            raise ValueError("these modules have no PagedEmbedding that is trained")
+            raise ValueError("these modules have no PagedEmbedding; give the model")
 
     def _add_tables(self, param_group: dict[str, Any], weights: Sequence[PagedWeight]) -> None:
         tables = [weight.table for weight in weights]
@@ -126,14 +127,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._fused:
             for table in tables:
                 table.check_fused(optimizer)  # before a table loses the state that it has
-        opened = open_together(tables, optimizer)
+        opened = open_together([table for table in tables if table.trainable], optimizer)
         for table in tables:
-            if table not in opened:
+            if table not in opened and (table.trainable or table.has_state):
                 table.attach(optimizer)
+            table.has_optimizer = True
             table.fused = self._fused
             table.shows_grad = is_one
             table.checked = None
-            table.check(optimizer)
+            if table.trainable:
+                table.check(optimizer)
         for weight in weights:
             weight.pass_gradient()  # of backward passes before
         self._tables.update(zip(parameters, tables, strict=True))
@@ -190,7 +193,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group, optimizer, tables in self._table_groups():
             lr = _rate(group["lr"])
             for table in tables:
-                table.check(optimizer)
+                if table.trainable or table.has_gradient:
+                    table.check(optimizer)
             steps.append((tables, optimizer, lr))
         # Only now, so that a step that is refused changes no table.
         if self._ranks.size > 1:
@@ -232,7 +236,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         Args:
             loader: Batches, such as those of a DataLoader.
             key: Item of a batch that has the ids; a list of one for each table, in the order of the
-                tables; or a function that returns the ids for each table, or the only one.
+                tables, frozen ones too; or a function that returns the ids for each table, or the
+                only one.
             ahead: Number of batches that are read ahead. The rows of half as many move together,
                 which takes less time than one after the other.
         """
@@ -315,10 +320,16 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{found}; give an optimizer's")
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         loaded, others = [], dict(state_dict["state"])
+        optimizers = {
+            table: optimizer for _, optimizer, tables in self._table_groups() for table in tables
+        }
         for table, place in self._numbers().items():
-            state, given = table.state(), {}
+            given = {}
             if place < len(numbers):
                 given = others.pop(numbers[place], {})
+            if given and not table.has_state:  # as it is frozen
+                table.check(optimizers[table])
+            state = table.state()
             # Some classes of torch count steps by an int, and keep None for an unused state.
             given = {name: as_tensor(value) for name, value in given.items() if value is not None}
             given = given or table.initial_state()

@@ -143,6 +143,16 @@ class PagedTable:
         return self.trainable and torch.is_grad_enabled()
 
     @property
+    def has_state(self) -> bool:
+        """Return whether there is memory for the state of an optimizer."""
+        return bool(self._layout.states)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Return whether gradients wait for the step, or to be sent."""
+        return self.parameter.grad is not None or bool(self.unsent)
+
+    @property
     def uses_kernels(self) -> bool:
         """Return whether kernels read vectors of ids and sum gradients."""
         has_rules = self.max_norm is not None or self.scale_grad_by_freq
@@ -286,8 +296,8 @@ class PagedTable:
         In a group, the table is a part of the group's, from its rank's `first_rows` on.
         """
         memory_VR, rank, layout = None, self.ranks.rank, self._layout
-        self.has_optimizer = optimizer is not None
         if optimizer:
+            self.has_optimizer = True
             layout = self.layout_for(optimizer)
         first_rows = first_rows or (0,) * self.ranks.size
         if group:
@@ -332,7 +342,7 @@ class PagedTable:
         layout = self.layout_for(optimizer)
         had, has = self._layout.names(), layout.names()
         if self.path is not None and had != has:
-            first = "make its PagedOptimizer before the first use"
+            first = "make its PagedOptimizer before the first use, when it is not frozen"
             raise ValueError(f"path={self.path}: the file is open without this state; {first}")
         elif self.path is None and (had or has):
             with self._store.lock:
@@ -351,7 +361,7 @@ class PagedTable:
             return
         if self.fused:
             self.check_fused(optimizer)
-        if optimizer.state_count and not self._layout.states:
+        if optimizer.state_count and not self.has_state:
             self.attach(optimizer)  # as torch, which makes a state when a step first needs it
         wanted, found = self.layout_for(optimizer).names(), self._layout.names()
         if wanted != found:
@@ -415,7 +425,7 @@ class PagedTable:
         self.generator_state = self.ranks.all_gather(state)[0]
 
     def _check_no_grad(self) -> None:
-        if self.parameter.grad is not None or self.unsent:
+        if self.has_gradient:
             raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
 
     def _initialise(self, table: Table, init: Init | None, old_rows: int = 0) -> None:

@@ -83,6 +83,96 @@ def test_modules_that_are_used_twice_are_paged_once():
     assert not model["a"].weight.requires_grad
 
 
+def changed(model, seen):
+    """Give a model hooks, attributes and more; return handles of hooks."""
+    tokens, bag = model.tokens, model.parts[0]
+    tokens.note = model.tokens.weight.note = "kept"
+    tokens.register_buffer("offset", torch.ones(DIM))
+    tokens.register_buffer("unsaved", torch.ones(1), persistent=False)
+    tokens.register_parameter("gain", nn.Parameter(torch.ones(DIM)))
+    tokens.register_forward_hook(lambda its, _, vectors: vectors * its.gain + its.offset)
+    tokens.register_state_dict_post_hook(lambda *_: seen.append("state"))
+    bag.register_full_backward_hook(lambda *_: seen.append("backward"))
+    handles = []
+    for name, weight in (("tokens", tokens.weight), ("bag", bag.weight)):
+        see = lambda grad, name=name: seen.append((name, grad.sum().item()))  # noqa: E731
+        weight.register_hook(see)
+        handles.append(weight.register_hook(lambda grad: grad * 2))
+        see = lambda its, name=name: seen.append(name)  # noqa: E731
+        handles.append(weight.register_post_accumulate_grad_hook(see))
+    return handles
+
+
+@pytest.mark.filterwarnings("ignore:no PagedOptimizer steps this")
+@pytest.mark.parametrize("paged_between", [False, True])
+def test_all_of_weights_and_modules_stays(paged_between):
+    found, ids = [], torch.tensor([1, 5, 5, 2])
+    for is_paged, model in zip((True, False), models(), strict=True):
+        seen = []
+        if paged_between and is_paged:
+            w2v.page(model, 10)
+        handles = changed(model, seen)
+        model(ids).sum().backward()
+        if is_paged and paged_between:
+            w2v.unpage(model)
+        elif is_paged:
+            w2v.page(model, 10)
+        assert model.tokens.note == model.tokens.weight.note == "kept"
+        assert list(model.tokens.state_dict()) == ["weight", "gain", "offset"]
+        model(ids).sum().backward()
+        for handle in handles:
+            handle.remove()
+        model(ids).sum().backward()
+        found.append([*seen, *(its.grad for its in model.parameters())])
+    for mine, theirs in zip(*found, strict=True):
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine, theirs)
+        else:
+            assert mine == theirs
+
+
+def test_gradients_that_wait_in_a_table_stay():
+    model, twin = models()
+    w2v.page(model, 10)
+    w2v.optimizer(model, "SGD", lr=0.1)
+    ids = torch.tensor([1, 5, 5, 2])
+    model(ids).sum().backward()
+    twin(ids).sum().backward()
+    w2v.unpage(model)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+EARLIER = [
+    lambda model: torch.optim.Adam(model.parameters()),
+    lambda model: w2v.optimizer(model, "Adam", lr=0.1),
+    lambda model: w2v.PagedOptimizer(model, "Adam", lr=0.1),
+]
+
+
+@pytest.mark.filterwarnings("ignore:no PagedOptimizer steps this")
+@each_case("make", EARLIER)
+def test_optimizers_that_were_made_before_are_refused(make):
+    model, _ = models()
+    ids = torch.arange(ROWS)
+    optimizers = []
+    if make is not EARLIER[2]:
+        optimizers.append((make(model), "page"))
+    w2v.page(model, 10)
+    paged = make(model)
+    model(ids).sum().backward()
+    paged.step()
+    optimizers.append((paged, "unpage"))
+    w2v.unpage(model)
+    before = model.state_dict()
+    model(ids).sum().backward()
+    for optimizer, function in optimizers:
+        with pytest.raises(ValueError, match=f"a weight that w2v.{function} has replaced; make"):
+            optimizer.step()
+    assert all(torch.equal(its, before[name]) for name, its in model.state_dict().items())
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
 def test_settings_of_the_tables_are_passed_on(tmp_path):
     model = nn.Sequential(nn.Embedding(ROWS, DIM, dtype=torch.float64))
     expected = model[0].weight.detach().clone()
@@ -92,6 +182,22 @@ def test_settings_of_the_tables_are_passed_on(tmp_path):
 
 class Own(nn.Embedding):
     """An embedding with a forward pass of its own."""
+
+
+class Special(nn.Parameter):
+    """A parameter with operations of its own."""
+
+
+def own_weight():
+    table = nn.Embedding(ROWS, DIM)
+    table.weight = Special(table.weight.detach())
+    return table
+
+
+def own_forward():
+    table = nn.Embedding(ROWS, DIM)
+    table.forward = lambda ids: ids
+    return table
 
 
 def untied():
@@ -110,6 +216,8 @@ REFUSED = [
     (lambda: nn.Sequential(nn.Embedding(ROWS, 2).half()), "page a float32 model with its weights"),
     (lambda: nn.Sequential(nn.Embedding(ROWS, 2, device="meta")), "weights are .* on meta; page"),
     (untied, "modules of one weight differ"),
+    (lambda: nn.Sequential(own_forward()), "has a forward of its own; call w2v.page before it"),
+    (lambda: nn.Sequential(own_weight()), "is a Special, not a Parameter; page the model before"),
 ]
 
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,13 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
 from w2v.rows.group import Function
 from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, as_tensor, stacked
 from w2v.rows.ops import Bags
-from w2v.rows.paged_table import PagedTable, PagedWeight
+from w2v.rows.paged_table import PagedTable, PagedWeight, hand_over
 from w2v.rows.shard import RoutedLookUp, look_up_alone
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
@@ -451,8 +454,9 @@ def page(
 ) -> nn.Module:
     """Page the large embeddings of a model, in place; return the model.
 
-    Weights, ties, hooks and the state of random generators stay as they are. Make optimizers
-    afterwards. Subclasses of nn.Embedding and nn.EmbeddingBag are left alone.
+    Weights, ties, hooks, attributes, gradients and the state of random generators stay as they are.
+    Make optimizers afterwards: steps of earlier ones raise. Subclasses of nn.Embedding and
+    nn.EmbeddingBag are left alone.
 
     Args:
         model: The module around the embeddings.
@@ -480,10 +484,13 @@ def page(
         if old.is_meta or old.dtype.itemsize < 4:
             reason = f"weights are {old.dtype} on {old.device}"
             raise ValueError(f"{reason}; page a float32 model with its weights, for torch.autocast")
+        if type(old) is not nn.Parameter:
+            reason = f"the weight of an embedding is a {type(old).__name__}"
+            raise ValueError(f"{reason}, not a Parameter; page the model before it is changed")
         rules = {name: getattr(module, name) for name in RULES if hasattr(module, name)}
         if kinds_of.setdefault(old, rules) != rules:
             raise ValueError(f"modules of one weight differ: {kinds_of[old]} and {rules}")
-        given = {"device": old.device, "dtype": old.dtype} | settings
+        given: dict[str, Any] = {"device": old.device, "dtype": old.dtype} | settings
         if torch.device(given["device"]).type == "cuda":
             given["gpu_bytes"] = gpu_bytes
         shape = module.num_embeddings, module.embedding_dim
@@ -491,13 +498,13 @@ def page(
         made.weight = weights.setdefault(old, made.weight.requires_grad_(old.requires_grad))
         return made
 
-    return _replace(model, {module: paged(module) for module in large}, weights)
+    return _replace(model, {module: paged(module) for module in large}, weights, "page")
 
 
 def unpage(model: nn.Module) -> nn.Module:
     """Replace paged embeddings by torch's, in place; return the model.
 
-    Weights and ties stay as they are. For export, serving and other libraries.
+    All that `w2v.page` keeps stays as it is. For export, serving and other libraries.
     """
     weights: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -516,25 +523,66 @@ def unpage(model: nn.Module) -> nn.Module:
     found = [module for module in model.modules() if isinstance(module, PagedRows)]
     if not found or model in found:
         raise ValueError("this model has no PagedEmbedding in it; give the module around it")
-    return _replace(model, {module: plain(module) for module in found}, weights)
+    return _replace(model, {module: plain(module) for module in found}, weights, "unpage")
 
 
 def _replace(
-    model: nn.Module, replaced: Mapping[Any, nn.Module], weights: Mapping[Any, nn.Parameter]
+    model: nn.Module,
+    replaced: Mapping[Any, nn.Module],
+    weights: Mapping[Any, nn.Parameter],
+    function: str,
 ) -> nn.Module:
-    """Put modules and weights in the places of others."""
+    """Put modules and weights in the places of others, as they are."""
+    for old in replaced:
+        if own := [name for name in vars(old) if callable(getattr(type(old), name, None))]:
+            reason = f"an embedding has a {own[0]} of its own"
+            raise ValueError(f"{reason}; call w2v.{function} before it is changed")
     for old, new in replaced.items():
         kept = {name for name in vars(old) if "hook" in name or name not in vars(new)}
+        kept |= {"_buffers", "_non_persistent_buffers_set", "_modules"}
         vars(new).update({name: vars(old)[name] for name in kept if not hasattr(type(new), name)})
+        others = {name: each for name, each in old._parameters.items() if name != "weight"}
+        new._parameters.update(others)
         new.train(old.training)
-    for module in list(model.modules()):
+    for module in [*model.modules(), *replaced.values()]:
         for name, child in module._modules.items():
             if child in replaced:
                 module._modules[name] = replaced[child]
         for name, parameter in module._parameters.items():
             if parameter in weights:
                 module._parameters[name] = weights[parameter]
+    _refuse_replaced()
+    _stepped.clear()
+    for old_weight, weight in weights.items():
+        hand_over(old_weight, weight)
+        stepped: list[Any] = [old_weight]
+        if isinstance(old_weight, PagedWeight):
+            stepped.append(old_weight.table.parameter)
+        for parameter in stepped:
+            parameter.replaced_by = f"w2v.{function}"
     return model
+
+
+# Those whose weights were looked at since the last replacement.
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+@functools.cache
+def _refuse_replaced() -> None:
+    """Have optimizers refuse weights that are not those of a model any more."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in _stepped:
+            return
+        for parameter in itertools.chain.from_iterable(
+            group["params"] for group in optimizer.param_groups
+        ):
+            if function := getattr(parameter, "replaced_by", None):
+                has = f"this {type(optimizer).__name__} has a weight that {function} has replaced"
+                raise ValueError(f"{has}; make the optimizer afterwards")
+        _stepped.add(optimizer)
+
+    register_optimizer_step_pre_hook(check)
 
 
 def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:

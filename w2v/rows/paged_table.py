@@ -782,6 +782,12 @@ class PagedWeight(nn.Parameter):
         """Call a function with gradients [V, D], sparse if the module is."""
         return super().register_hook(partial(_call_hook, self.table, hook))  # type: ignore
 
+    def whole_grad(self) -> Tensor | None:
+        """Return the gradients that wait as one of all rows [V, D]."""
+        if (waiting := self.table.waiting()) is None:
+            return OWN_GRAD.__get__(self)
+        return self.gradient(*waiting, "caller")
+
     @property
     def grad(self) -> Tensor | None:
         if not self.table.has_optimizer:
@@ -841,6 +847,36 @@ class PagedWeight(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return PagedWeight, (self.table,)
+
+
+def hand_over(old: Any, new: Any) -> None:
+    """Give what a weight has to its paged or plain successor.
+
+    That is attributes, hooks and gradients. The hooks stay in their dictionaries, as their handles
+    remove them from there.
+    """
+    vars(new).update({name: value for name, value in vars(old).items() if name != "table"})
+    hooks, later = old._backward_hooks, old._post_accumulate_grad_hooks
+    if isinstance(new, PagedWeight):
+        grad = old.grad
+        for key, hook in (hooks or {}).items():
+            hooks[key] = partial(_call_hook, new.table, hook)
+        if later:
+            for key, hook in new._post_accumulate_grad_hooks.items():
+                later[key] = hook
+                later.move_to_end(key, last=False)
+    else:
+        grad = old.whole_grad()
+        for key, hook in (hooks or {}).items():
+            _, hooks[key] = hook.args
+        for key in [key for key, hook in later.items() if hook is _on_gradient]:
+            del later[key]
+    if hooks:
+        new._backward_hooks = hooks
+    if later:
+        new._post_accumulate_grad_hooks = later
+    if grad is not None:
+        new.grad = grad.to(new.device, new.dtype)
 
 
 def _call_hook(

@@ -286,6 +286,15 @@ INITIALISERS = [
     lambda weight: weight.data.copy_(torch.ones(ROWS, DIM)),
     lambda weight: setattr(weight, "data", torch.ones(ROWS, DIM)),
     lambda weight: weight.data[2:4].zero_(),
+    lambda weight: nn.init.constant_(weight[4], 3.0),
+    lambda weight: nn.init.normal_(weight[2:4]),
+    lambda weight: nn.init.xavier_uniform_(weight.T),
+    lambda weight: nn.init.zeros_(weight[:, 1:3][2:4].T),
+    lambda weight: [nn.init.uniform_(row) for row in weight.detach()],
+    lambda weight: [row.data.mul_(2) for row in weight],
+    lambda weight: weight[3].detach().add_(weight[4]),
+    lambda weight: weight[5].data.copy_(weight[4]),
+    lambda weight: weight.view(ROWS, DIM).data.fill_(1.0),
 ]
 
 
@@ -316,6 +325,54 @@ def test_a_table_grows_with_its_data_as_resized_token_embeddings():
     table.weight.square().sum().backward()
     optimizer.step()
     assert not torch.equal(table([ROWS + 1]), torch.ones(1, DIM))
+
+
+def test_views_of_a_weight_show_it_as_it_is():
+    found = []
+    for table, optimizer in twins():
+        views = [table.weight[2], table.weight.T, table.weight[3:5], table.weight.view(-1)]
+        views += [views[0][1:3], *table.weight[:2].unbind()]
+        shapes = [(view.shape, view.stride(), view.is_leaf) for view in views]
+        seen = [view.detach().clone() for view in views]
+        table.weight.data[1:4] = 5.0
+        seen += [view.detach().clone() for view in views]
+        table(EVERY).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [view.detach().clone() for view in views]
+        (views[0].square().sum() + views[1].sum()).backward()
+        optimizer.step()
+        assert views[0].tolist() == table.weight[2].tolist()
+        found.append((shapes, torch.cat([each.flatten() for each in seen]), table.weight))
+    (shapes, *values), (expected_shapes, *expected) = found
+    assert shapes == expected_shapes
+    for mine, theirs in zip(values, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+SAVED = [
+    lambda weight: (weight[2] * weight[3]).sum(),
+    lambda weight: (torch.ones(1, DIM, requires_grad=True) @ weight.T).sum(),
+    lambda weight: weight.norm(),
+]
+
+
+@each_case("loss_of", SAVED)
+def test_a_step_before_the_backward_pass_raises_where_it_does_in_torch(loss_of):
+    for table, optimizer in twins():
+        table(EVERY[:2]).sum().backward()
+        loss = loss_of(table.weight)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_writing_to_another_shape_of_the_weight_raises():
+    (table, _), _ = twins()
+    with pytest.raises(RuntimeError, match="not stored in this shape; write to rows of it"):
+        nn.init.zeros_(table.weight.view(-1))
+    with pytest.raises(TypeError, match=r"give a clone\(\)"):
+        table.weight.as_strided((2,), (1,))
 
 
 def test_operations_may_write_to_the_weight_as_their_output():

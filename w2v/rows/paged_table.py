@@ -89,7 +89,7 @@ class PagedTable:
         self.vector_dtype = torch.promote_types(self.dtype, torch.float32)  # `convert` changes it
         empty = torch.empty(0, self.embedding_dim, dtype=self.vector_dtype, device=self.device)
         self.parameter = nn.Parameter(empty)
-        self.weight: Callable[[], PagedWeight | None]  # weak, as the weight keeps the table
+        self.weight: Callable[[], PagedWeight | None] = _no_weight  # weak, as it keeps the table
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         # Gradients that are to be sent to the ranks that own the rows.
         self.unsent: dict[LookUp, Tensor] = {}
@@ -100,8 +100,8 @@ class PagedTable:
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        gone = dict.fromkeys(("init", "checked", "page", "announced", "weight"))
-        return vars(self) | {"_store": self.store, "unsent": {}} | gone
+        gone = dict.fromkeys(("init", "checked", "page", "announced"))
+        return vars(self) | {"_store": self.store, "unsent": {}, "weight": _no_weight} | gone
 
     @property
     def store(self) -> Rows:
@@ -273,6 +273,9 @@ class PagedTable:
     def drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
         self.page = self.parameter.grad = None
+        if (weight := self.weight()) is not None:
+            # Backward passes that need the weights of before raise, as after any change in place.
+            torch.autograd.graph.increment_version(weight)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
@@ -513,6 +516,10 @@ class PagedTable:
         return values[self.ranks.rank :: self.ranks.size] if values.dim() else values
 
 
+def _no_weight() -> None:
+    """Return the weight of a table that has none."""
+
+
 def _in_parts(
     rows_U: Tensor, grad_UD: Tensor, records_UR: Tensor | None = None
 ) -> Iterable[tuple[Tensor, Tensor, Tensor | None]]:
@@ -641,7 +648,149 @@ INDEXING = (  # which copy the rows that they read
 Receiver = Literal["table", "leaf", "caller"]
 
 
-class PagedWeight(nn.Parameter):
+SHAPING = (  # which give views in another order or shape
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.view.default,
+)
+
+
+class _OfTable(Tensor):
+    """Tensor without memory: operations of torch read and write the rows."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    table: PagedTable
+
+    def stored(self) -> Tensor:
+        """Return a view of what it stands for, where that is stored."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """Return a copy of what it stands for, on the compute device."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operation of torch with the weights themselves."""
+        kwargs = kwargs or {}
+        schema, aten = func._schema, torch.ops.aten
+        if func.namespace != "aten":  # such as c10d's, whose schemas do not say what they write
+            raise TypeError(f"{func} does not take the weight of a paged table; give weight.data")
+        if func is aten.as_strided.default:  # the strides of records are others
+            raise TypeError(f"{func} does not take the weight of a paged table; give a clone()")
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+        given |= kwargs
+        written = [
+            weight
+            for argument in schema.arguments
+            if argument.alias_info and argument.alias_info.is_write
+            for weight in tree_leaves(given.get(argument.name))
+            if isinstance(weight, _OfTable)
+        ]
+        is_view = not written and any(result.alias_info for result in schema.returns)
+        # Without a gradient a view of the weight is one of the table. With one it may be a factor
+        # of a product, as is the transposed weight.
+        is_stored = is_view and (func is aten.detach.default or not torch.is_grad_enabled())
+        is_stored &= isinstance(args[0], PagedWeight) and func not in SHAPING
+        is_stored |= func in (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
+        if is_view and not is_stored:
+            return _views(func, *args, **kwargs)
+        if func in INDEXING and isinstance(args[0], PagedWeight):
+            return args[0].table.index(partial(func, **kwargs), *args[1:])
+        used: dict[_OfTable, Tensor] = {}
+        for weight in tree_leaves((args, kwargs)):
+            if isinstance(weight, _OfTable) and weight not in used:
+                used[weight] = weight.stored() if is_stored else weight.whole()
+        given_args, given_kwargs = tree_map_only(_OfTable, used.get, (args, kwargs))
+        result = func(*given_args, **given_kwargs)
+        for weight in used if is_view else written:
+            if not is_stored:
+                weight.stored().copy_(used[weight])
+            weight.table.store.version += 1  # rows that were read before are out of date
+        return written[0] if written and result is not None else result
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """Return the weights as an array, which is a view where torch's is."""
+        if self.requires_grad and not force:
+            remedy = "use weight.detach().numpy()"
+            raise RuntimeError(f"numpy() is not called of what requires a gradient; {remedy}")
+        return self.stored().numpy(force=force)
+
+    def tolist(self) -> list[Any]:
+        """Return the weights as lists."""
+        return self.whole().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the first row."""
+        return self.stored().data_ptr()
+
+
+class WeightView(_OfTable):
+    """View of a weight that was taken with a gradient.
+
+    Once it is read it has a copy on the compute device, until the table changes. What is written to
+    it is written to the table, as by a view of torch.
+
+    Attributes:
+        source: What it is a view of.
+        view_of: Returns the view of values of the source.
+        copied: The copy, of the table at version `copied_version`.
+    """
+
+    source: _OfTable
+    view_of: Callable[[Tensor], Tensor]
+    copied: Tensor
+    copied_version = -1
+
+    def __new__(
+        cls, source: _OfTable, view_of: Callable[[Tensor], Tensor], like: Tensor
+    ) -> WeightView:
+        """Return a view with the shape and strides of `like`."""
+        strides = like.stride()
+        own: WeightView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=strides, dtype=like.dtype, device=source.device
+        )
+        own.table, own.source, own.view_of = source.table, source, view_of
+        return own
+
+    def stored(self) -> Tensor:
+        try:
+            return self.view_of(self.source.stored())
+        except RuntimeError:
+            remedy = "write to rows of it, and read a clone()"
+            raise RuntimeError(f"a paged weight is not stored in this shape; {remedy}") from None
+
+    def whole(self) -> Tensor:
+        if self.copied_version != self.table.store.version:
+            self.copied = self.view_of(self.source.whole())
+            self.copied_version = self.table.store.version
+        return self.copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.whole())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+
+def _views(func: Any, source: _OfTable, *args: Any, **kwargs: Any) -> Any:
+    """Return the view, or the list of views, that an operation of torch gives."""
+
+    def view_of(values: Tensor, place: int | None = None) -> Any:
+        views = func(values, *args, **kwargs)
+        return views if place is None else views[place]
+
+    layout = source.shape, source.stride()
+    like = view_of(torch.empty_strided(*layout, dtype=source.dtype, device="meta"))
+    if isinstance(like, Tensor):
+        return WeightView(source, view_of, like)
+    return [WeightView(source, partial(view_of, place=n), part) for n, part in enumerate(like)]
+
+
+class PagedWeight(_OfTable, nn.Parameter):
     """Weights [V, D] of a table, as the parameter of its module.
 
     It has no memory of its own: operations of torch read and write the rows where they are. The
@@ -655,8 +804,6 @@ class PagedWeight(nn.Parameter):
             that have some, [U, D]. One that is set is of all rows, [V, D].
     """
 
-    table: PagedTable
-
     @outside_inference  # it is trained later
     def __new__(cls, table: PagedTable) -> PagedWeight:
         weight = cls._of_shape(table)
@@ -669,12 +816,7 @@ class PagedWeight(nn.Parameter):
     def _of_shape(cls, table: PagedTable) -> PagedWeight:
         shape = table.ranks.shard_rows(table.num_embeddings), table.embedding_dim
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            shape,
-            strides=(shape[1] + 1, 1),  # as of a part of records: `view` is refused
-            dtype=table.vector_dtype,
-            device=table.device,
-            requires_grad=True,
+            cls, shape, dtype=table.vector_dtype, device=table.device, requires_grad=True
         )
 
     @outside_inference
@@ -682,42 +824,11 @@ class PagedWeight(nn.Parameter):
         """Take the number of rows and the device that the table has now."""
         Tensor.data.__set__(self, self._of_shape(self.table))  # type: ignore[attr-defined]
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        """Call an operation of torch with the weights themselves."""
-        kwargs = kwargs or {}
-        schema, aten = func._schema, torch.ops.aten
-        if func.namespace != "aten":  # such as c10d's, whose schemas do not say what they write
-            raise TypeError(f"{func} does not take the weight of a paged table; give weight.data")
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-        given |= kwargs
-        written = [
-            weight
-            for argument in schema.arguments
-            if argument.alias_info and argument.alias_info.is_write
-            for weight in tree_leaves(given.get(argument.name))
-            if isinstance(weight, PagedWeight)
-        ]
-        is_view = not written and any(result.alias_info for result in schema.returns)
-        # Views of the table may be written. With a gradient torch refuses that, and the transposed
-        # weight is a factor of a product.
-        is_stored = is_view and (func is aten.detach.default or not torch.is_grad_enabled())
-        is_stored &= func not in (aten.t.default, aten.transpose.int, aten.permute.default)
-        is_stored |= func in (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
-        if func in INDEXING and isinstance(args[0], PagedWeight):
-            return args[0].table.index(partial(func, **kwargs), *args[1:])
-        used: dict[PagedWeight, Tensor] = {}
-        for weight in tree_leaves((args, kwargs)):
-            if isinstance(weight, PagedWeight) and weight not in used:
-                used[weight] = weight.table.stored() if is_stored else weight.table.whole()
-        result = func(*tree_map_only(cls, used.get, args), **tree_map_only(cls, used.get, kwargs))
-        for weight in used if is_view and is_stored else written:
-            if not is_stored:
-                weight.table.stored().copy_(used[weight])
-            weight.table.store.version += 1  # rows that were read before are out of date
-        return written[0] if written and result is not None else result
+    def stored(self) -> Tensor:
+        return self.table.stored()
+
+    def whole(self) -> Tensor:
+        return self.table.whole()
 
     @property
     def data(self) -> Tensor:
@@ -821,21 +932,6 @@ class PagedWeight(nn.Parameter):
         self.table.trainable = requires_grad
         super().requires_grad_(requires_grad and self.table.ranks.size == 1)
         return self
-
-    def numpy(self, *, force: bool = False) -> np.ndarray:
-        """Return the weights as an array, which is a view where torch's is."""
-        if self.requires_grad and not force:
-            remedy = "use weight.detach().numpy()"
-            raise RuntimeError(f"numpy() is not called of what requires a gradient; {remedy}")
-        return self.detach().numpy(force=force)
-
-    def tolist(self) -> list[list[float]]:
-        """Return the weights as lists."""
-        return self.detach().tolist()
-
-    def data_ptr(self) -> int:
-        """Return the address of the first row."""
-        return self.detach().data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{self.detach()}"

@@ -151,6 +151,20 @@ def test_gradient_scaler_and_zero_grad_of_the_model_see_all_parameters():
     assert_equal(pairs[0][0], pairs[1][0])
 
 
+@pytest.mark.parametrize("of_table", [False, True])
+def test_gradients_that_are_set_to_zero_are_stepped(of_table):
+    pairs = optimizers()
+    for model, optimizer in pairs:
+        for step in range(3):
+            loss_of(model, step).backward()
+            if step == 1:
+                module = model.table if of_table else model
+                module.zero_grad(set_to_none=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(pairs[0][0], pairs[1][0])
+
+
 def test_groups_by_weight_decay_divide_tables_and_others():
     paged, torchs = models()
     made = []

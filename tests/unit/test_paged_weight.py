@@ -327,6 +327,20 @@ def test_a_table_grows_with_its_data_as_resized_token_embeddings():
     assert not torch.equal(table([ROWS + 1]), torch.ones(1, DIM))
 
 
+def test_weights_change_other_tensors_in_place():
+    found = []
+    for table, _ in twins():
+        average = torch.ones(ROWS, DIM)
+        with torch.no_grad():
+            average.add_(table.weight, alpha=0.5).lerp_(table.weight, 0.5)
+            average[2].copy_(table.weight[3])
+            torch._foreach_mul_([average], [table.weight])
+            torch.add(table.weight, 1.0, out=(other := torch.empty(ROWS, DIM)))
+        found.append((average, other, table.weight))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_views_of_a_weight_show_it_as_it_is():
     found = []
     for table, optimizer in twins():
@@ -456,9 +470,11 @@ trained(None)
 
 def test_saved_models_have_their_table():
     model = Tied(PagedEmbedding)
+    model.wte.weight.decays = False
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert loaded.head.weight is loaded.wte.weight
     assert torch.equal(loaded.wte.weight, model.wte.weight)
+    assert loaded.wte.weight.decays is False

@@ -231,11 +231,11 @@ class PagedRows(nn.Module):
         self.weight.update_shape()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as the optimizer's `zero_grad` does.
+        """Drop the gradients, or set them to zero, as the optimizer does.
 
-        `zero_grad` of a module around this one drops them if `w2v.optimizer` steps the table.
+        `zero_grad` of a module around this one does so if `w2v.optimizer` steps the table.
         """
-        self._table.zero_grad()
+        self._table.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
 
     def extra_repr(self) -> str:

@@ -690,7 +690,8 @@ class _OfTable(Tensor):
             for weight in tree_leaves(given.get(argument.name))
             if isinstance(weight, _OfTable)
         ]
-        is_view = not written and any(result.alias_info for result in schema.returns)
+        aliases = [result.alias_info for result in schema.returns if result.alias_info]
+        is_view = any(not alias.is_write for alias in aliases)
         # Without a gradient a view of the weight is one of the table. With one it may be a factor
         # of a product, as is the transposed weight.
         is_stored = is_view and (func is aten.detach.default or not torch.is_grad_enabled())
@@ -805,9 +806,9 @@ class PagedWeight(_OfTable, nn.Parameter):
     """
 
     @outside_inference  # it is trained later
-    def __new__(cls, table: PagedTable) -> PagedWeight:
+    def __new__(cls, table: PagedTable, attributes: dict[str, Any] | None = None) -> PagedWeight:
         weight = cls._of_shape(table)
-        weight.table = table
+        vars(weight).update(attributes or {}, table=table)
         table.weight = TensorWeakRef(weight)
         weight.register_post_accumulate_grad_hook(_on_gradient)
         return weight.requires_grad_(table.trainable)
@@ -845,6 +846,10 @@ class PagedWeight(_OfTable, nn.Parameter):
             raise ValueError(f"{expected}; a table can only grow")
         with torch.no_grad():
             self.copy_(values)
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes that users have set."""
+        return {name: value for name, value in vars(self).items() if name != "table"}
 
     def pass_gradient(self) -> None:
         """Give a gradient of all rows to the table, which has got an optimizer."""
@@ -942,7 +947,7 @@ class PagedWeight(_OfTable, nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return PagedWeight, (self.table,)
+        return PagedWeight, (self.table, self.attributes())
 
 
 def hand_over(old: Any, new: Any) -> None:
@@ -951,10 +956,9 @@ def hand_over(old: Any, new: Any) -> None:
     That is attributes, hooks and gradients. The hooks stay in their dictionaries, as their handles
     remove them from there.
     """
-    vars(new).update({name: value for name, value in vars(old).items() if name != "table"})
     hooks, later = old._backward_hooks, old._post_accumulate_grad_hooks
     if isinstance(new, PagedWeight):
-        grad = old.grad
+        grad, attributes = old.grad, vars(old)
         for key, hook in (hooks or {}).items():
             hooks[key] = partial(_call_hook, new.table, hook)
         if later:
@@ -962,11 +966,12 @@ def hand_over(old: Any, new: Any) -> None:
                 later[key] = hook
                 later.move_to_end(key, last=False)
     else:
-        grad = old.whole_grad()
+        grad, attributes = old.whole_grad(), old.attributes()
         for key, hook in (hooks or {}).items():
             _, hooks[key] = hook.args
         for key in [key for key, hook in later.items() if hook is _on_gradient]:
             del later[key]
+    vars(new).update(attributes)
     if hooks:
         new._backward_hooks = hooks
     if later:

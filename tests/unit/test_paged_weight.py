@@ -2,6 +2,8 @@
 
 import copy
 import io
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -341,6 +343,27 @@ def test_weights_change_other_tensors_in_place():
         assert torch.equal(mine, theirs)
 
 
+READS = [
+    copy.deepcopy,
+    lambda row: pickle.loads(pickle.dumps(row)),
+    torch.from_dlpack,
+    lambda row: torch.from_numpy(row.numpy()),
+    lambda row: torch.tensor([float(f"{value:.3f}") for value in row]),
+    lambda row: torch.tensor(row.tolist()),
+    lambda row: torch.empty(2, 3).copy_(row.view(2, 3)),
+    lambda row: row[1:].cpu().contiguous(),
+    lambda row: torch.vmap(torch.sin)(row),
+]
+
+
+@each_case("read", READS)
+def test_views_of_a_weight_are_read_as_tensors(read):
+    mine, theirs = (read(table.weight[3].detach()) for table, _ in twins())
+    assert torch.equal(mine, theirs)
+    with pytest.raises(ValueError, match=r"share_memory\(\); use process_group"):
+        twins()[0][0].weight[3].detach().share_memory_()
+
+
 def test_views_of_a_weight_show_it_as_it_is():
     found = []
     for table, optimizer in twins():
@@ -385,8 +408,10 @@ def test_writing_to_another_shape_of_the_weight_raises():
     (table, _), _ = twins()
     with pytest.raises(RuntimeError, match="not stored in this shape; write to rows of it"):
         nn.init.zeros_(table.weight.view(-1))
-    with pytest.raises(TypeError, match=r"give a clone\(\)"):
-        table.weight.as_strided((2,), (1,))
+    row = table.weight[2].detach()
+    for call in (partial(row.as_strided, (2,), (1,)), partial(row.set_, torch.ones(DIM))):
+        with pytest.raises(TypeError, match=r"give a clone\(\)"):
+            call()
 
 
 def test_operations_may_write_to_the_weight_as_their_output():

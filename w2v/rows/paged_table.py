@@ -648,6 +648,7 @@ INDEXING = (  # which copy the rows that they read
 Receiver = Literal["table", "leaf", "caller"]
 
 
+MEMORY = torch.ops.aten.as_strided, torch.ops.aten.set_  # which take memory as it is
 SHAPING = (  # which give views in another order or shape
     torch.ops.aten.t.default,
     torch.ops.aten.transpose.int,
@@ -679,17 +680,17 @@ class _OfTable(Tensor):
         schema, aten = func._schema, torch.ops.aten
         if func.namespace != "aten":  # such as c10d's, whose schemas do not say what they write
             raise TypeError(f"{func} does not take the weight of a paged table; give weight.data")
-        if func is aten.as_strided.default:  # the strides of records are others
+        if func.overloadpacket in MEMORY:  # records are in memory of another layout
             raise TypeError(f"{func} does not take the weight of a paged table; give a clone()")
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
         given |= kwargs
-        written = [
-            weight
+        written: dict[_OfTable, None] = {
+            weight: None
             for argument in schema.arguments
             if argument.alias_info and argument.alias_info.is_write
             for weight in tree_leaves(given.get(argument.name))
             if isinstance(weight, _OfTable)
-        ]
+        }
         aliases = [result.alias_info for result in schema.returns if result.alias_info]
         is_view = any(not alias.is_write for alias in aliases)
         # Without a gradient a view of the weight is one of the table. With one it may be a factor
@@ -704,14 +705,15 @@ class _OfTable(Tensor):
         used: dict[_OfTable, Tensor] = {}
         for weight in tree_leaves((args, kwargs)):
             if isinstance(weight, _OfTable) and weight not in used:
-                used[weight] = weight.stored() if is_stored else weight.whole()
+                in_place = is_stored and (weight in written or isinstance(weight, PagedWeight))
+                used[weight] = weight.stored() if in_place else weight.whole()
         given_args, given_kwargs = tree_map_only(_OfTable, used.get, (args, kwargs))
         result = func(*given_args, **given_kwargs)
         for weight in used if is_view else written:
             if not is_stored:
                 weight.stored().copy_(used[weight])
             weight.table.store.version += 1  # rows that were read before are out of date
-        return written[0] if written and result is not None else result
+        return next(iter(written)) if written and result is not None else result
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """Return the weights as an array, which is a view where torch's is."""
@@ -727,6 +729,18 @@ class _OfTable(Tensor):
     def data_ptr(self) -> int:
         """Return the address of the first row."""
         return self.stored().data_ptr()
+
+    def __dlpack__(self, **settings: Any) -> Any:
+        return self.stored().requires_grad_(self.requires_grad).__dlpack__(**settings)
+
+    def __dlpack_device__(self) -> Any:
+        return self.stored().__dlpack_device__()
+
+    def share_memory_(self) -> Tensor:
+        raise ValueError("processes cannot share a table by share_memory(); use process_group")
+
+    def __format__(self, spec: str) -> str:
+        return self.whole().__format__(spec)
 
 
 class WeightView(_OfTable):
@@ -775,6 +789,9 @@ class WeightView(_OfTable):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone().__deepcopy__(memo)
 
 
 def _views(func: Any, source: _OfTable, *args: Any, **kwargs: Any) -> Any:

@@ -404,6 +404,14 @@ def test_a_step_before_the_backward_pass_raises_where_it_does_in_torch(loss_of):
             loss.backward()
 
 
+def test_a_limited_norm_before_the_backward_pass_raises_where_it_does_in_torch():
+    for table, _ in twins(max_norm=0.1):
+        loss = (table(EVERY[:2]) @ table.weight.T).sum()
+        table(EVERY[2:4])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_writing_to_another_shape_of_the_weight_raises():
     (table, _), _ = twins()
     with pytest.raises(RuntimeError, match="not stored in this shape; write to rows of it"):

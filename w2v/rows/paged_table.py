@@ -174,6 +174,7 @@ class PagedTable:
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)
             store.group.write(store, rows_U, records_UR)
+            self.count_change()
         if not self.fused:
             page = page.with_records(records_UR)
         return page, weight_UD
@@ -273,8 +274,11 @@ class PagedTable:
     def drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
         self.page = self.parameter.grad = None
+        self.count_change()
+
+    def count_change(self) -> None:
+        """Have backward passes raise that need the weights of before."""
         if (weight := self.weight()) is not None:
-            # Backward passes that need the weights of before raise, as after any change in place.
             torch.autograd.graph.increment_version(weight)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -7,6 +7,7 @@ link.py                how records move between CPU and GPU
 lookup.py              ids to unique rows: of all tables (LookUp), of one (RowPage)
 group.py               tables of embeddings that share a memory and a cache
 paged_table.py         first weights, gradients and optimizer state of an embedding
+weight.py              its weight as a parameter, and views of that
 shard.py               rows of several ranks
 checkpoint.py          tables on disk
 store.py, embedding.py, optimizer.py    what users call

@@ -38,10 +38,11 @@ from w2v.rows import lookup, shard
 from w2v.rows.group import Function
 from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, as_tensor, stacked
 from w2v.rows.ops import Bags
-from w2v.rows.paged_table import PagedTable, PagedWeight, hand_over
+from w2v.rows.paged_table import PagedTable
 from w2v.rows.shard import RoutedLookUp, look_up_alone
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
+from w2v.rows.weight import PagedWeight, hand_over
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
 EXPORTED = "rows of a paged table cannot be exported; export w2v.unpage(model)"

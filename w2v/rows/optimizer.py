@@ -25,9 +25,10 @@ from w2v.rows.embedding import paged_weights
 from w2v.rows.group import RowGroup
 from w2v.rows.lookup import Ids, LookUp, RowPage, as_tensor
 from w2v.rows.optim import RowOptimizer, find_class, optimizer_name
-from w2v.rows.paged_table import PagedTable, PagedWeight, open_together, share_cache, step_fused
+from w2v.rows.paged_table import PagedTable, open_together, share_cache, step_fused
 from w2v.rows.shard import LookedUpBatch
 from w2v.rows.table import Table
+from w2v.rows.weight import PagedWeight
 
 SCHEDULED = "lr", "betas", "momentum"  # what schedulers of torch change
 

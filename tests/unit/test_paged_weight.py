@@ -364,6 +364,14 @@ def test_views_of_a_weight_are_read_as_tensors(read):
         twins()[0][0].weight[3].detach().share_memory_()
 
 
+def test_reading_some_rows_copies_no_others(monkeypatch):
+    table = PagedEmbedding(ROWS, DIM)
+    rows_ND = table.weight.detach()[2:5].clone()
+    monkeypatch.delattr(type(table._table), "whole")
+    for read in (table.weight[2:5], table.weight.narrow(0, 2, 3), torch.stack([*table.weight[2:5]])):
+        torch.testing.assert_close(read.clone(), rows_ND, rtol=0, atol=0)
+
+
 def test_views_of_a_weight_show_it_as_it_is():
     found = []
     for table, optimizer in twins():

@@ -163,7 +163,12 @@ class WeightView(_OfTable):
 
     def whole(self) -> Tensor:
         if self.copied_version != self.table.store.version:
-            self.copied = self.view_of(self.source.whole())
+            if isinstance(self.source, PagedWeight) and self.numel() < self.source.numel():
+                layout = self.shape, self.stride()
+                copied = torch.empty_strided(*layout, dtype=self.dtype, device=self.device)
+                self.copied = copied.copy_(self.stored())  # all rows may be too many
+            else:
+                self.copied = self.view_of(self.source.whole())
             self.copied_version = self.table.store.version
         return self.copied
 

@@ -131,23 +131,20 @@ def whole_text(source, included):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("source", sorted({source for source, _ in VARIANTS}))
-def test_cuda_sources_compile(source, tmp_path):
+def test_cuda_sources_compile(tmp_path):
     """One call compiles all variants, as each call reads CUDA's headers anew."""
-    code, variants = "", 0
-    for number, (name, macros) in enumerate(VARIANTS):
-        if name == source:
-            variants += 1
-            text = f"{whole_text(source, set())}\n{layout_assertions(source)}"
-            defined = "".join(f"#define {key} {value}\n" for key, value in macros.items())
-            undefined = "".join(f"#undef {key}\n" for key in macros)
-            code += f"{defined}namespace variant{number} {{\n{text}\n}}\n{undefined}"
+    code = ""
+    for number, (source, macros) in enumerate(VARIANTS):
+        text = f"{whole_text(source, set())}\n{layout_assertions(source)}"
+        defined = "".join(f"#define {key} {value}\n" for key, value in macros.items())
+        undefined = "".join(f"#undef {key}\n" for key in macros)
+        code += f"{defined}namespace variant{number} {{\n{text}\n}}\n{undefined}"
     (tmp_path / "kernel.cu").write_text(code)
     output = ["-ptx", str(tmp_path / "kernel.cu"), "-o", str(tmp_path / "kernel.ptx")]
     oldest = "-arch=sm_75"  # that CUDA 13 compiles for
     command = ["nvcc", oldest, "-std=c++17", "-Xcicc", "-O0", *output]
     subprocess.run(command, check=True, timeout=120)
-    assert (tmp_path / "kernel.ptx").read_text().count(".entry ") >= variants
+    assert (tmp_path / "kernel.ptx").read_text().count(".entry ") >= len(VARIANTS)
 
 
 def test_every_cuda_source_and_formula_is_compiled_by_the_tests():
@@ -209,7 +206,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     ids=str,
 )
 @pytest.mark.parametrize("softmax", ["negatives", "tree", "both"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**31),
     centers=st.integers(1, 300),
@@ -323,7 +320,7 @@ def test_gradients_of_a_large_batch(objective, has_tree):
 # Optimizers.
 
 
-def optimizer_steps(config, kernels, dim=50, steps=20, dtype=torch.float32):
+def optimizer_steps(config, kernels, dim=50, steps=12, dtype=torch.float32):
     """Return the table after steps with random gradients of random rows."""
     vectors, device = 170, torch.device(device_of(kernels))
     optimizer = RowOptimizer(config)
@@ -413,13 +410,15 @@ def test_optimizers_equal_torchs(kernels, name, args, step, cap):
     }
 )
 def test_optimizers_round_as_encode_does(name, dtype, unit, dim):
-    """Few bits differ after one step; tables are close after twenty."""
+    """Few bits differ after one step; tables are close after some."""
     config = OptimizerConfig(name=name, lr=0.05)
     ours, theirs = (
         optimizer_steps(config, kernels, dim, 1, dtype) for kernels in ("cuda", "reference")
     )
     assert (ours.records_VR.cpu() == theirs.records_VR).float().mean() > 0.999
-    often = [optimizer_steps(config, kernels, dim, 20, dtype) for kernels in ("cuda", "reference")]
+    often = [
+        optimizer_steps(config, kernels, dim, dtype=dtype) for kernels in ("cuda", "reference")
+    ]
     assert_tables_close(*often, rtol=8 * unit, atol=8 * unit)
 
 

@@ -146,7 +146,7 @@ def train_on_text(config, kernels="reference", device="cpu", model=MODEL, **how)
     vectors = output_vectors(rows, model.hs, model.negative)
     step = make_step(config, vectors, dim, kernels, device, **how)
     rng = np.random.default_rng(3)
-    offsets = np.cumsum([0, *rng.integers(1, 60, 120)])
+    offsets = np.cumsum([0, *rng.integers(1, 60, 60)])
     ids = (rng.zipf(1.3, offsets[-1]) % rows).astype(np.int32)
     text = TrainingText(ids, offsets, np.ones(rows), rng.dirichlet(np.ones(rows)))
     if model.hs:

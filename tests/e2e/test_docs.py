@@ -182,7 +182,7 @@ def test_documented_commands_run(programs, monkeypatch):
     pytest.importorskip("plotly")
     folder = programs.output.parent
     (folder / "configs").symlink_to(ROOT / "configs")
-    write_texts(folder, 100)
+    write_texts(folder, 50)
     asked = set()
     commands = dict.fromkeys(
         tuple(shlex.split(line, comments=True)[1:]) for line in lines_of("w2v")

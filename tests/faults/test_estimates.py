@@ -65,7 +65,7 @@ GPU = [
 def arguments(tmp_path_factory):
     """Arguments of a short run over words by Zipf's law."""
     folder = tmp_path_factory.mktemp("estimates")
-    ids = np.minimum(np.random.default_rng(0).zipf(1.2, 300_000), 60_000)
+    ids = np.minimum(np.random.default_rng(0).zipf(1.2, 120_000), 60_000)
     words = np.char.add("w", ids.astype(str)).reshape(-1, 20)
     (folder / "text.txt").write_text("\n".join(map(" ".join, words)))
     paths = [f"corpus.path={folder}/text.txt", f"corpus.data_dir={folder}", f"run.dir={folder}"]

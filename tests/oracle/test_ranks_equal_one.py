@@ -30,7 +30,7 @@ from w2v.word2vec.batch import FAULT_BITS, SKIPGRAM, Batch, Objective, StepShape
 from w2v.word2vec.huffman import make_tree
 from w2v.word2vec.reference import ReferenceKernels
 
-ROWS, DIM, BATCHES, CENTERS, LR = 301, 52, 8, 64, 0.01
+ROWS, DIM, BATCHES, CENTERS, LR = 301, 52, 6, 64, 0.01
 EPOCHS = 2
 GPU = pytest.mark.gpu
 KERNELS = [

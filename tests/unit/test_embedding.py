@@ -682,10 +682,10 @@ CACHE_SETTINGS = [
 @each_case("settings", CACHE_SETTINGS)
 def test_a_cache_changes_no_bit(device, settings):
     plain, plain_optimizer = two_tables(0, device, **settings)
-    train_both(plain, plain_optimizer, skewed(40))
+    train_both(plain, plain_optimizer, skewed(20))
     for share, ahead in ("12%", 0), ("12%", 5), ("25%", 1), ("25%", 2), ("100%", 2):
         tables, optimizer = two_tables(share, device, **settings)
-        batches = optimizer.pages(skewed(40), KEYS, ahead) if ahead else skewed(40)
+        batches = optimizer.pages(skewed(20), KEYS, ahead) if ahead else skewed(20)
         train_both(tables, optimizer, batches)
         assert all(map(torch.equal, all_records(tables), all_records(plain))), (share, ahead)
         stats = tables[1].store.stats

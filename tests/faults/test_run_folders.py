@@ -108,7 +108,7 @@ def test_any_value_of_any_key_is_read_or_refused(tmp_path, value):
             (run / "scores.json").write_text(json.dumps(replaced(scores, path, value)))
             use(run)
         (run / "scores.json").write_text(json.dumps(scores))
-        for path in places(LINES):
+        for path in [path for path in places(LINES) if path[0] > 1]:  # the first three are alike
             lines = [json.dumps(line) + "\n" for line in replaced(LINES, path, value)]
             (run / "metrics.jsonl").write_text("".join(lines))
             use(run)

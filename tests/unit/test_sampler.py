@@ -335,7 +335,7 @@ def test_a_position_continues_anywhere(pool):
     whole = make_sampler(random_sentences(), 30, 4, **settings)
     seen = [(whole.position, batch) for _ in range(2) for batch in whole.epoch()]
     assert len({position.chunk for position, _ in seen}) > 3
-    for number in range(0, len(seen) - 1, 311):
+    for number in range(0, len(seen) - 1, 499):
         continued = make_sampler(random_sentences(), 30, 4, **settings)
         continued.position = seen[number][0]
         rest = [batch for _ in range(2 - continued.position.epoch) for batch in continued.epoch()]

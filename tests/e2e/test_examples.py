@@ -70,7 +70,7 @@ def text_of_trigrams(tmp_path_factory):
 
 
 def test_tables_of_ngrams_lower_the_loss(text_of_trigrams, one_thread):
-    arguments = f"{text_of_trigrams} {NGRAM_LM} --steps 80 --table-lr 0.1 --compare"
+    arguments = f"{text_of_trigrams} {NGRAM_LM} --steps 60 --table-lr 0.1 --compare"
     found = program("ngram_lm")["main"](arguments.split())
     losses = {table: loss for table, (loss, _) in found.items()}
     assert losses["paged"] == losses["device"] < losses["none"] / 2  # 0.8 and 2.8

@@ -32,7 +32,7 @@ from w2v.system.files import exclusive
 from w2v.training import run_folder as run_folders
 
 ROOT = Path(__file__).parents[2]
-SIGNALS = int(os.environ.get("W2V_SIGNALS", "12"))  # moments
+SIGNALS = int(os.environ.get("W2V_SIGNALS", "9"))  # moments
 KILLS = int(os.environ.get("W2V_KILLS", "2"))
 PHASE_KILLS = min(KILLS, 20)
 TEST_KILLS = 5  # at most, so that the tests of a phase can share the cores

@@ -131,7 +131,7 @@ some_rows = st.sets(st.integers(0, ROWS - 1))
 
 
 @each(ENGINES)
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     rows=st.lists(st.tuples(some_rows, some_rows), min_size=1, max_size=12),
     steps_per_page=st.integers(1, 3),

@@ -63,9 +63,9 @@ def test_auto_learns_the_structure_of_a_text(kind, optimizer, tmp_path, one_thre
     rng = np.random.default_rng(0)
     sentences = {
         "few words": lambda: topics(rng, 3, 10, 400, np.ones(10)),
-        "many words": lambda: topics(rng, 40, 50, 4_000, 1 / np.arange(1, 51)),
+        "many words": lambda: topics(rng, 40, 50, 2_500, 1 / np.arange(1, 51)),
         "equal counts": lambda: walks(rng, 5, 40, 5),
-        "short lines": lambda: baskets(rng, 20, 20, 8_000),
+        "short lines": lambda: baskets(rng, 20, 20, 6_000),
     }[kind]()
     path = tmp_path / "text.txt"
     path.write_text("\n".join(map(" ".join, sentences)))

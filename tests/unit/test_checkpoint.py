@@ -209,11 +209,11 @@ def test_tables_of_another_model_are_refused_unchanged(tmp_path, other):
 
 
 def test_every_flipped_bit_is_found(tmp_path):
-    """Flip 200 bits at the beginning, middle and end of all files."""
+    """Flip 100 bits at the beginning, middle and end of all files."""
     save(tmp_path, text="some words")
     rng, loaded = random.Random(0), make_tables(filled=False)
     files = sorted((tmp_path / "step-00000001").iterdir())
-    for number in range(200):
+    for number in range(100):
         file = files[number % len(files)]
         whole = file.read_bytes()
         damaged = bytearray(whole)

@@ -54,9 +54,15 @@ def test_any_number_of_ranks_reads_the_files_of_any_other(tmp_path, saved, now):
 
 
 @each_case(
-    "what", [{"step": "row"}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"rows": 4}]
+    "what, saved, now",
+    [
+        ({"step": "row"}, 4, 2),
+        ({"dtype": torch.bfloat16}, 2, 3),
+        ({"dtype": torch.float64}, 1, 4),
+        ({"rows": 4}, 2, 3),
+        ({"rows": 4}, 3, 4),
+    ],
 )
-@pytest.mark.parametrize("saved, now", [(4, 2), (2, 3), (1, 4)])
 def test_any_layout_and_dtype(tmp_path, what, saved, now):
     entries, *_ = checked(together(saved, lambda ranks: write(ranks, tmp_path, **what)))
     checked(together(now, lambda ranks: assert_read(ranks, tmp_path, entries, saved, **what)))

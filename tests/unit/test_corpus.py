@@ -2,27 +2,23 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.each_case import each_case
 from tests.support.plain_text import blocks
+from tests.support.processes import run_python
 from w2v.config import ConfigError, load_config
 from w2v.text import corpus
 from w2v.text.corpus import Corpus, NoKnownWords, open_corpus
 from w2v.text.formats import CorpusError
 from w2v.training.plan import open_together
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_sentences_of_two_known_words_are_written(tmp_path):
@@ -218,9 +214,7 @@ except ValueError as error:
 def test_a_full_disk_leaves_nothing_behind(tmp_path):
     text = tmp_path / "text"
     text.write_text("some words of a text\n" * 5000)
-    command = [sys.executable, "-c", FULL_DISK, f"corpus.path={text}"]
-    command.append(f"corpus.data_dir={tmp_path / 'data'}")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python(FULL_DISK, f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}")
     assert "cannot be written (File too large); make room there" in done.stdout
     assert not list((tmp_path / "data" / "cache").iterdir())
 

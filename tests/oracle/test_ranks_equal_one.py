@@ -154,7 +154,7 @@ def test_ranks_in_threads(kernels, device, size, how):
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name, kernels):
-    check(threads(3), name=name, kernels=kernels)
+    check(threads(2), name=name, kernels=kernels)
 
 
 def test_threads_of_ranks_change_the_order_of_sums_alone():

@@ -1013,7 +1013,7 @@ def test_tables_that_share_memory_train_as_tables_by_themselves(device, share, a
     optimizers = [PagedOptimizer(t, "Adam", lr=0.1, fused=device == "cuda") for t in alone]
     generator = torch.Generator().manual_seed(6)
     batches = [
-        [torch.randint(rows, (8,), generator=generator) for rows in sizes] for _ in range(40)
+        [torch.randint(rows, (8,), generator=generator) for rows in sizes] for _ in range(26)
     ]
     pages = optimizer.pages(batches, [0, 1, 2], ahead) if ahead else batches
     for turn, ids in enumerate(pages):

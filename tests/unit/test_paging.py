@@ -126,5 +126,5 @@ def test_lookahead_saves_misses(text, batches, one_thread):
     slots = 7_000
     page_marks_A = marks(batches[:2])
     lookahead = choose_lookahead(text.ids_N, CHUNK_BATCHES * CENTERS, page_marks_A, slots, KERNELS)
-    found = {chunks: misses(text, chunks, slots, 150) for chunks in (0, lookahead, 5)}
+    found = {chunks: misses(text, chunks, slots, 100) for chunks in (0, lookahead, 5)}
     assert found[lookahead] < 0.9 * min(found[0], found[5])

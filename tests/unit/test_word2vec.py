@@ -308,9 +308,9 @@ def test_a_corpus_file_gives_the_same_vectors(tmp_path, model):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns(name):
-    # In the batches that ASGD needs for so short a text, it takes 4,000 steps.
-    model = Word2Vec(sentences(), epochs=2, optimizer=name, **SMALL | {"batch_size": 16})
-    assert model.loss_per_pair < UNTRAINED_LOSS
+    # In the batches that ASGD needs for so short a text, it takes 2,000 steps.
+    model = Word2Vec(sentences(200), epochs=2, optimizer=name, **SMALL | {"batch_size": 16})
+    assert nearest(model, "red", 4) <= set(COLORS)
     assert np.isfinite(model.wv.vectors).all()
 
 

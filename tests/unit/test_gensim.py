@@ -132,6 +132,7 @@ SLOW_OF_FASTTEXT = """
 leave_out(TestGensimsFastText, SLOW_OF_FASTTEXT)
 SLOW_OF_CONTINUED = "test_continuation_gensim test_save_load_gensim test_save_load_native".split()
 leave_out(TestGensimsContinuedFastText, SLOW_OF_CONTINUED)
+leave_out(TestGensimsFastTextWithoutBuckets, ["test_cbow_neg"])
 leave_out(TestGensimsFastTextFiles, ["test_skipgram", "test_cbow"])
 leave_out(TestGensimsFastTextBytes, ["test_skipgram", "test_cbow"])
 

@@ -45,7 +45,7 @@ def walks():
     neighbors[6].append(0)
     rng = random.Random(0)
     found = []
-    for start in [*neighbors] * 20:
+    for start in [*neighbors] * 12:
         walk = [start]
         while len(walk) < 20:
             walk.append(rng.choice(neighbors[walk[-1]]))

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -269,6 +270,20 @@ def test_threads_share_an_embedding(tmp_path):
         sys.setswitchinterval(interval)
     expected = before - 30 * torch.arange(1, ROWS + 1)[:, None]
     torch.testing.assert_close(weights(table), expected)
+
+
+def test_threads_may_be_the_first_to_use_a_table():
+    calls = []
+
+    def init(rows_n):
+        calls.append(len(rows_n))
+        time.sleep(0.1)  # so that the others come
+        return torch.ones(len(rows_n), DIM)
+
+    table = PagedEmbedding(ROWS, DIM, init=init)
+    with ThreadPoolExecutor(4) as pool:
+        vectors = list(pool.map(table, [torch.arange(ROWS)] * 4))
+    assert calls == [ROWS] and torch.equal(torch.stack(vectors), torch.ones(4, ROWS, DIM))
 
 
 def saved_and_loaded(pair):

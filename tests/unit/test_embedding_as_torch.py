@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from w2v import PagedEmbedding, PagedEmbeddingBag
 
@@ -194,6 +195,37 @@ def functional(modules):
 
 def test_functional_embeddings_take_the_weight():
     assert_as_torch(functional)
+
+
+def differentiated(modules):
+    """Differentiate functions of a frozen table, which they are the first to use."""
+    ids = torch.tensor([1, 3, 3])
+    for transform in (torch.func.grad, torch.func.hessian, torch.vmap):
+        table = modules.Embedding(5, 2).requires_grad_(False)
+        factor = torch.ones(2, 2) if transform is torch.vmap else torch.ones(2)
+        yield transform(lambda factor, table=table: (table(ids) * factor).sin().sum())(factor)
+        table.requires_grad_(True)(ids).sum().backward()
+        yield table.weight.grad
+
+
+def test_functions_of_torch_func_take_frozen_tables():
+    assert_as_torch(differentiated)
+
+
+TRANSFORMS = [
+    lambda table, ids: torch.vmap(table)(ids),
+    lambda table, ids: torch.func.grad(lambda factor: (table(ids) * factor).sum())(torch.ones(2)),
+]
+
+
+@each_case("transform", TRANSFORMS)
+@pytest.mark.parametrize("kind", [PagedEmbedding, PagedEmbeddingBag])
+def test_functions_of_torch_func_refuse_tables_that_train(kind, transform):
+    table, ids = kind(5, 2), torch.tensor([[1, 3], [3, 0]])
+    with pytest.raises(RuntimeError, match=r"torch.func .* call w2v.unpage\(model\) first"):
+        transform(table, ids)
+    table(ids).sum().backward()
+    assert table.weight.grad.sum() != 0
 
 
 def errors(modules):

@@ -45,6 +45,10 @@ from w2v.rows.table import Init, Storage, check_table
 from w2v.rows.weight import PagedWeight, hand_over
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
+TRANSFORMED = (
+    "torch.func takes frozen paged tables, with ids that are no arguments of its functions; for "
+    "others call w2v.unpage(model) first"
+)
 EXPORTED = "rows of a paged table cannot be exported; export w2v.unpage(model)"
 Use = tuple[PagedWeight, RowPage]  # rows of a weight in a forward pass
 
@@ -66,7 +70,12 @@ def uncompiled(function: Function) -> Function:
             raise RuntimeError(EXPORTED)
         if called[0] is function and "torch._dynamo" in sys.modules:
             called[0] = torch.compiler.disable(function)
-        return called[0](*args, **settings)
+        try:
+            return called[0](*args, **settings)
+        except RuntimeError as error:
+            if isinstance(error, RowError) or not torch._C._are_functorch_transforms_active():
+                raise
+            raise RuntimeError(TRANSFORMED) from error
 
     return call  # type: ignore[return-value]
 

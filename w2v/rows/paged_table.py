@@ -9,6 +9,7 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,7 @@ MOST_ROWS = 1 << 31  # of a cache and of fused steps: they are numbered in 32 bi
 GATHER_ROWS = 1 << 16  # of each rank, at a time
 STEP_ROWS = 1 << 20  # that a step reads and writes at a time
 DRAWN_ROWS = 1 << 12  # times 16
+OPENING = threading.RLock()  # several threads may be the first to use a table
 
 
 class Layout(NamedTuple):
@@ -104,7 +106,10 @@ class PagedTable:
     def store(self) -> Rows:
         """Return the rows; open a table that no optimizer has opened."""
         if self._store is None:
-            self.open()  # a PagedOptimizer may come later
+            # Not as tensors of a function of torch.func, which end with it.
+            with OPENING, torch._C._DisableFuncTorch():
+                if self._store is None:
+                    self.open()  # a PagedOptimizer may come later
         assert self._store is not None
         return self._store
 

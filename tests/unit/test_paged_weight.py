@@ -277,6 +277,15 @@ def test_tied_weights_stay_tied(between):
     assert torch.equal(second(EVERY), paged.wte(EVERY))
 
 
+@each_case("settings", [{"padding_idx": 1}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_modules_of_other_rules_are_not_tied(settings):
+    for kind in (PagedEmbedding, PagedEmbeddingBag):
+        table = kind(ROWS, DIM, **settings)
+        with pytest.raises(ValueError, match="modules of one weight differ: .*; make them alike"):
+            table.weight = PagedEmbedding(ROWS, DIM).weight
+        assert table.weight.table is table._table
+
+
 INITIALISERS = [
     nn.init.normal_,
     nn.init.uniform_,

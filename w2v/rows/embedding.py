@@ -266,6 +266,12 @@ class PagedRows(nn.Module):
         if name == "weight" and not isinstance(param, PagedWeight):
             remedy = "write into it: table.weight.data.copy_(values); to tie, assign table.weight"
             raise ValueError(f"weight cannot be replaced; {remedy} to the other module")
+        if isinstance(param, PagedWeight) and name == "weight" in self._parameters:
+            for rule in RULES:
+                own, other = getattr(self._table, rule), getattr(param.table, rule)
+                if own != other:
+                    differ = f"{rule}={own!r} and {rule}={other!r}"
+                    raise ValueError(f"modules of one weight differ: {differ}; make them alike")
         super().register_parameter(name, param)
 
     @contextlib.contextmanager
@@ -487,7 +493,6 @@ def page(
         raise ValueError(f"{reason}; give min_rows, and the module around the embeddings")
     settings = {"storage": "pinned" if torch.cuda.is_available() else "cpu"} | settings
     weights: dict[nn.Parameter, nn.Parameter] = {}
-    kinds_of: dict[nn.Parameter, Any] = {}
 
     def paged(module: Any) -> PagedRows:
         old = module.weight
@@ -498,8 +503,6 @@ def page(
             reason = f"the weight of an embedding is a {type(old).__name__}"
             raise ValueError(f"{reason}, not a Parameter; page the model before it is changed")
         rules = {name: getattr(module, name) for name in RULES if hasattr(module, name)}
-        if kinds_of.setdefault(old, rules) != rules:
-            raise ValueError(f"modules of one weight differ: {kinds_of[old]} and {rules}")
         given: dict[str, Any] = {"device": old.device, "dtype": old.dtype} | settings
         if torch.device(given["device"]).type == "cuda":
             given["gpu_bytes"] = gpu_bytes

@@ -413,6 +413,8 @@ def test_weights_that_are_replaced_are_refused(tmp_path):
             table.weight.data = torch.ones(shape)
     with pytest.raises(ValueError, match=r"weight.grad has shape \[6\]; give one of \[9, 6\]"):
         table.weight.grad = torch.ones(DIM)
+    with pytest.raises(TypeError, match="weight.grad is a int; give a tensor or None"):
+        table.weight.grad = 3
     assert torch.equal(weights(table), before)
     with pytest.raises(TypeError, match="weight was replaced by a Tensor; w2v.unpage gives"):
         torch.func.functional_call(table, {"weight": before}, torch.tensor([1]))

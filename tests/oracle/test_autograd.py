@@ -95,6 +95,14 @@ def test_hooks_of_the_weight_see_and_change_its_gradient(each, hook, ids, way):
     each(use, way)
 
 
+def test_hooks_that_return_no_gradient_are_refused():
+    table = PagedEmbedding(ROWS, DIM)
+    w2v.optimizer(table, "SGD", lr=0.1)
+    table.weight.register_hook(lambda grad: 1)
+    with pytest.raises(TypeError, match="hook returned 'int'"):
+        table(SOME).sum().backward()
+
+
 def twice(model, optimizer):
     (model(EVERY) + model(SOME) + model.table.weight[2:4].sum()).backward()
 

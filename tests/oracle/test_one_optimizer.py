@@ -256,6 +256,10 @@ def test_gradients_that_are_set_step_all_rows():
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+            del parameter.grad
+        optimizer.step()
     assert_equal(pairs[0][0], pairs[1][0])
     weight = pairs[0][0].table.weight
     weight.grad = torch.ones(ROWS, DIM)

@@ -64,7 +64,8 @@ class _OfTable(Tensor):
         if func.namespace != "aten":  # such as c10d's, whose schemas do not say what they write
             raise TypeError(f"{func} does not take the weight of a paged table; give weight.data")
         if func.overloadpacket in MEMORY:  # records are in memory of another layout
-            raise TypeError(f"{func} does not take the weight of a paged table; give a clone()")
+            remedy = "give a clone(), or call w2v.unpage(model) first"
+            raise TypeError(f"{func} does not take the weight of a paged table; {remedy}")
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
         given |= kwargs
         written: dict[_OfTable, None] = {
@@ -323,11 +324,17 @@ class PagedWeight(_OfTable, nn.Parameter):
         elif value is None:
             table.zero_grad()
         elif value is not table.parameter.grad:
+            if not isinstance(value, Tensor):
+                raise TypeError(f"weight.grad is a {type(value).__name__}; give a tensor or None")
             if value.shape != self.shape:
                 expected = f"give one of {list(self.shape)}, of all rows"
                 raise ValueError(f"weight.grad has shape {list(value.shape)}; {expected}")
             table.zero_grad()
             table.add_whole_grad(value.detach())
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property
     def requires_grad(self) -> bool:
@@ -397,6 +404,8 @@ def _call_hook(
     changed_VD = hook(dense_VD)
     if changed_VD is None:
         changed_VD = dense_VD  # the hook may have written to it
+    elif not isinstance(changed_VD, Tensor):
+        return changed_VD  # which torch refuses
     rows_U = torch.nonzero(has_grad_V | changed_VD.ne(0).any(1))[:, 0]
     values_UD = changed_VD[rows_U]
     return torch.sparse_coo_tensor(

@@ -404,6 +404,47 @@ def test_views_of_a_weight_show_it_as_it_is():
         assert torch.equal(mine, theirs)
 
 
+VIEWS = [lambda weight: weight.data, lambda weight: weight.detach()[1:3], lambda weight: weight[2]]
+
+
+@each_case("take", VIEWS)
+def test_views_that_are_written_to_before_the_step_change_the_weight(take):
+    found = []
+    for table, optimizer in twins("SGD"):
+        view = take(table.weight)
+        turned = table.weight.T
+        for _ in range(2):
+            table(EVERY[:4]).square().sum().backward()
+            with torch.no_grad():
+                view.mul_(0.5)
+            found.append(turned.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(table.weight.detach().clone())
+    for mine, theirs in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_writing_to_an_earlier_view_of_a_cached_table_raises(tmp_path):
+    table, optimizer = trainable(tmp_path, "cpu cached")
+    ids = EVERY[:2]
+    for _ in range(2):
+        with torch.no_grad():
+            table.weight.mul_(0.5)
+            table.weight.data.add_(1.0)
+        table(ids).sum().backward()
+        optimizer.step()
+        table(ids)
+    view = table.weight.data
+    view.mul_(2.0)
+    table(ids)
+    for use in (lambda: table(ids), table.state_dict):
+        view.mul_(2.0)
+        with pytest.raises(RuntimeError, match="a view of the .*; take weight.data anew for each"):
+            use()
+        table(ids)
+
+
 SAVED = [
     lambda weight: (weight[2] * weight[3]).sum(),
     lambda weight: (torch.ones(1, DIM, requires_grad=True) @ weight.T).sum(),

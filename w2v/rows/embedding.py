@@ -635,6 +635,7 @@ def find(table: PagedTable, ids: Ids) -> RowPage:
                 f"this PagedEmbedding cannot train in {where}: each process would have a table of "
                 "its own; make it with process_group=torch.distributed.group.WORLD"
             )
+    table.check_views()
     page = table.announced  # whose rows are there, unless other uses have evicted them
     if page is None or not page.look_up.is_of(page.index, ids):
         if table.ranks.size > 1:
@@ -770,7 +771,7 @@ class _AllRows(torch.autograd.Function):
     def forward(ctx: Any, vectors: Tensor, weight: PagedWeight, table: PagedTable) -> Tensor:
         ctx.save_for_backward(vectors)
         stored_VD = table.stored()
-        ctx.table, ctx.version = table, table.store.version
+        ctx.table, ctx.version = table, table.version
         products = vectors.new_empty(0)
         for rows, weight_nD in _parts(table, stored_VD, table.parameter.dtype):
             of_rows = F.linear(vectors, weight_nD)
@@ -784,7 +785,7 @@ class _AllRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (vectors,), table = ctx.saved_tensors, ctx.table
         stored_VD = table.stored()
-        if table.store.version != ctx.version:
+        if table.version != ctx.version:
             changed = "the table has changed between linear(h) and its backward pass"
             raise RuntimeError(f"{changed}; call backward() before the step")
         needs_vectors, needs_weight, _ = ctx.needs_input_grad

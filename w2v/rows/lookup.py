@@ -260,7 +260,7 @@ class RowPage:
     """
 
     records: Tensor | None = None
-    version: int
+    version: tuple[int, int]
 
     def __init__(
         self, store: Member, found: LookUp | None, index: int = 0, rows_U: Tensor | None = None
@@ -309,10 +309,10 @@ class RowPage:
         place = self.look_up.paddings[self.index]
         return None if place is None else place - self.look_up.begins[self.index]
 
-    def with_records(self, records_UR: Tensor) -> RowPage:
+    def with_records(self, records_UR: Tensor, version: tuple[int, int]) -> RowPage:
         """Return a page with the records that were read now."""
         page = RowPage(self.store, self.found, self.index, self.rows())
-        page.records, page.version = records_UR, self.store.version
+        page.records, page.version = records_UR, version
         return page
 
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:

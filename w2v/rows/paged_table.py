@@ -93,13 +93,14 @@ class PagedTable:
         # Gradients that are to be sent to the ranks that own the rows.
         self.unsent: dict[LookUp, Tensor] = {}
         self.announced: RowPage | None = None  # of the current batch of `PagedOptimizer.pages`
+        self.cached_at: int | None = None  # version of the weight; None: no row is cached
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        gone = dict.fromkeys(("init", "checked", "page", "announced"))
+        gone = dict.fromkeys(("init", "checked", "page", "announced", "cached_at"))
         return vars(self) | {"_store": self.store, "unsent": {}, "weight": _no_weight} | gone
 
     @property
@@ -113,10 +114,19 @@ class PagedTable:
         assert self._store is not None
         return self._store
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Return a number of changes of the rows, and one of writes to views of the weight."""
+        weight = self.weight()
+        return self.store.version, 0 if weight is None else weight._version
+
     def stored(self) -> Tensor:
         """Return a view [V, D] of this rank's weights, where they are stored."""
-        self.store.flush()
-        return self.store.table["weight"]
+        with self.store.lock:
+            self.check_views()
+            self.cached_at = None
+            self.store.flush()
+            return self.store.table["weight"]
 
     def whole(self) -> Tensor:
         """Return a copy of all weights, as forward passes give them."""
@@ -178,7 +188,7 @@ class PagedTable:
             store.group.write(store, rows_U, records_UR)
             self.count_change()
         if not self.fused:
-            page = page.with_records(records_UR)
+            page = page.with_records(records_UR, self.version)
         return page, weight_UD
 
     # Gradients, and the step by torch.
@@ -239,7 +249,7 @@ class PagedTable:
                 store.table[name].fill_(lr)
                 store.version += 1
             records_UR = page.records
-            if records_UR is not None and page.version != store.version:
+            if records_UR is not None and page.version != self.version:
                 records_UR = None  # the table has changed since
             page.records = None  # a step that fails half-way is repeated on the rows of the table
             store.table.begin_step()
@@ -282,6 +292,17 @@ class PagedTable:
         """Have backward passes raise that need the weights of before."""
         if (weight := self.weight()) is not None:
             torch.autograd.graph.increment_version(weight)
+            if self.cached_at is not None:
+                self.cached_at += 1
+
+    def check_views(self) -> None:
+        """Raise `RuntimeError` if rows were written to by a view while they were cached."""
+        if not self.store.group.caches or (weight := self.weight()) is None:
+            return
+        cached_at, self.cached_at = self.cached_at, weight._version
+        if cached_at not in (None, self.cached_at):
+            reason = "a view of the weight was written to after rows of it were cached (gpu_bytes)"
+            raise RuntimeError(f"{reason}; take weight.data anew for each write")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""

@@ -142,7 +142,7 @@ class WeightView(_OfTable):
     source: _OfTable
     view_of: Callable[[Tensor], Tensor]
     copied: Tensor
-    copied_version = -1
+    copied_version = -1, 0
 
     def __new__(
         cls, source: _OfTable, view_of: Callable[[Tensor], Tensor], like: Tensor
@@ -163,14 +163,14 @@ class WeightView(_OfTable):
             raise RuntimeError(f"a paged weight is not stored in this shape; {remedy}") from None
 
     def whole(self) -> Tensor:
-        if self.copied_version != self.table.store.version:
+        if self.copied_version != (version := self.table.version):
             if isinstance(self.source, PagedWeight) and self.numel() < self.source.numel():
                 layout = self.shape, self.stride()
                 copied = torch.empty_strided(*layout, dtype=self.dtype, device=self.device)
                 self.copied = copied.copy_(self.stored())  # all rows may be too many
             else:
                 self.copied = self.view_of(self.source.whole())
-            self.copied_version = self.table.store.version
+            self.copied_version = version
         return self.copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

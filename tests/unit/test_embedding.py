@@ -591,6 +591,17 @@ def test_two_runs_on_one_file_train_as_one_run_in_memory(tmp_path):
     assert tables[0].scalars == tables[1].scalars
 
 
+def test_a_new_optimizer_forgets_the_state_of_an_earlier_one(tmp_path):
+    trained = []
+    for storage in ("mmap", "cpu"):
+        table, optimizer = trainable(tmp_path, storage, optimizer="Rprop")
+        for batch in batches(4):
+            train_step(table, optimizer, *batch)
+            optimizer = PagedOptimizer(table, "Rprop", lr=0.1)
+        trained.append(weights(table))
+    assert torch.equal(*trained)
+
+
 @each_case("share", [0, "20%", "100%"])
 def test_cached_rows_of_a_file_are_written_when_its_table_goes(tmp_path, share):
     def open_file():

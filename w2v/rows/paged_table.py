@@ -374,8 +374,13 @@ class PagedTable:
         if self.path is not None and had != has:
             first = "make its PagedOptimizer before the first use, when it is not frozen"
             raise ValueError(f"path={self.path}: the file is open without this state; {first}")
-        elif self.path is None and (had or has):
-            with self._store.lock:
+        with self._store.lock:
+            if self.path is not None:
+                state = self.state()
+                for name, value in self.initial_state().items():
+                    state[name].copy_(value)
+                self._store.version += 1
+            elif had or has:
                 new = self._new_table(self.num_embeddings, layout)
                 new["weight"].copy_(self.stored())
                 regroup(self._store, new, self.device)

@@ -70,10 +70,13 @@ def uncompiled(function: Function) -> Function:
             raise RuntimeError(EXPORTED)
         if called[0] is function and "torch._dynamo" in sys.modules:
             called[0] = torch.compiler.disable(function)
-        try:
+        if not torch._C._are_functorch_transforms_active():
             return called[0](*args, **settings)
+        try:
+            with torch._C._DisableFuncTorch():  # whose tensors end with its function
+                return called[0](*args, **settings)
         except RuntimeError as error:
-            if isinstance(error, RowError) or not torch._C._are_functorch_transforms_active():
+            if isinstance(error, RowError):
                 raise
             raise RuntimeError(TRANSFORMED) from error
 

@@ -462,6 +462,17 @@ def test_a_step_before_the_backward_pass_raises_where_it_does_in_torch(loss_of):
             loss.backward()
 
 
+def test_lists_that_are_changed_before_the_backward_pass_raise_as_in_torch():
+    for table, _ in twins():
+        other = torch.ones(ROWS, DIM, requires_grad=True)
+        losses = [table.weight.square().sum(), other.square().sum()]
+        with torch.no_grad():
+            torch._foreach_mul_([table.weight, other], 2.0)
+        for loss in losses:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 def test_a_limited_norm_before_the_backward_pass_raises_where_it_does_in_torch():
     for table, _ in twins(max_norm=0.1):
         loss = (table(EVERY[:2]) @ table.weight.T).sum()

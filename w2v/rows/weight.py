@@ -68,13 +68,13 @@ class _OfTable(Tensor):
             raise TypeError(f"{func} does not take the weight of a paged table; {remedy}")
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
         given |= kwargs
-        written: dict[_OfTable, None] = {
-            weight: None
+        changed = [
+            tensor
             for argument in schema.arguments
             if argument.alias_info and argument.alias_info.is_write
-            for weight in tree_leaves(given.get(argument.name))
-            if isinstance(weight, _OfTable)
-        }
+            for tensor in tree_leaves(given.get(argument.name))
+        ]
+        written = {each: None for each in changed if isinstance(each, _OfTable)}
         aliases = [result.alias_info for result in schema.returns if result.alias_info]
         is_view = any(not alias.is_write for alias in aliases)
         # Without a gradient a view of the weight is one of the table. With one it may be a factor
@@ -97,6 +97,10 @@ class _OfTable(Tensor):
             if not is_stored:
                 weight.stored().copy_(used[weight])
             weight.table.store.version += 1  # rows that were read before are out of date
+        if func.__name__.startswith("_foreach"):  # autograd has not counted these as changed
+            torch.autograd.graph.increment_version(
+                each for each in changed if not each.is_inference()
+            )
         return next(iter(written)) if written and result is not None else result
 
     def numpy(self, *, force: bool = False) -> np.ndarray:

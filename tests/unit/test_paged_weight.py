@@ -473,6 +473,14 @@ def test_lists_that_are_changed_before_the_backward_pass_raise_as_in_torch():
                 loss.backward()
 
 
+def test_drawing_weights_before_the_backward_pass_raises_as_in_torch():
+    for table, _ in twins():
+        loss = table.weight.square().sum()
+        table.reset_parameters()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_a_limited_norm_before_the_backward_pass_raises_where_it_does_in_torch():
     for table, _ in twins(max_norm=0.1):
         loss = (table(EVERY[:2]) @ table.weight.T).sum()

@@ -353,6 +353,7 @@ class PagedTable:
                 self._store.flush()  # a cache would write its rows back later
                 self._store.version += 1
                 self._draw(self._store)
+                self.count_change()
 
     def _draw(self, store: Rows) -> None:
         """Set the first weights."""

@@ -117,8 +117,9 @@ class PagedTable:
     @property
     def version(self) -> tuple[int, int]:
         """Return a number of changes of the rows, and one of writes to views of the weight."""
-        weight = self.weight()
-        return self.store.version, 0 if weight is None else weight._version
+        if (weight := self.weight()) is None:
+            return self.store.version, 0
+        return self.store.version, weight._version
 
     def stored(self) -> Tensor:
         """Return a view [V, D] of this rank's weights, where they are stored."""

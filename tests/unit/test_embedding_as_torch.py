@@ -198,7 +198,7 @@ def test_functional_embeddings_take_the_weight():
 
 
 def differentiated(modules):
-    """Differentiate functions of a frozen table, which they are the first to use."""
+    """Be the first to use a frozen table, in functions of torch.func."""
     ids = torch.tensor([1, 3, 3])
     for transform in (torch.func.grad, torch.func.hessian, torch.vmap):
         cached = {} if modules is TORCH else {"gpu_bytes": "100%"}

@@ -116,7 +116,7 @@ class PagedTable:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Return a number of changes of the rows, and one of writes to views of the weight."""
+        """Return how often the rows, and the weight with its views, changed."""
         if (weight := self.weight()) is None:
             return self.store.version, 0
         return self.store.version, weight._version
@@ -297,7 +297,7 @@ class PagedTable:
                 self.cached_at += 1
 
     def check_views(self) -> None:
-        """Raise `RuntimeError` if rows were written to by a view while they were cached."""
+        """Raise `RuntimeError` if a view has written to rows that are cached."""
         if not self.store.group.caches or (weight := self.weight()) is None:
             return
         cached_at, self.cached_at = self.cached_at, weight._version

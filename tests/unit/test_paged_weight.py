@@ -286,6 +286,15 @@ def test_modules_of_other_rules_are_not_tied(settings):
         assert table.weight.table is table._table
 
 
+def test_a_tied_model_that_stays_where_it_is_is_not_changed():
+    model = Tied(PagedEmbedding)
+    loss = F.cross_entropy(model(EVERY), EVERY)
+    before = model.wte.weight._version
+    model.cpu().float()
+    assert model.wte.weight._version == before
+    loss.backward()
+
+
 INITIALISERS = [
     nn.init.normal_,
     nn.init.uniform_,

@@ -247,6 +247,8 @@ class PagedWeight(_OfTable, nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        if values is self:  # as a tied module is moved to where it is
+            return
         table, shape = self.table, tuple(values.shape)
         if table.ranks.size == 1 and shape[1:] == self.shape[1:] and shape[0] > len(self):
             table.grow(shape[0], lambda rows_n: values[rows_n.to(values.device)])

@@ -386,7 +386,8 @@ def test_reading_some_rows_copies_no_others(monkeypatch):
     table = PagedEmbedding(ROWS, DIM)
     rows_ND = table.weight.detach()[2:5].clone()
     monkeypatch.delattr(type(table._table), "whole")
-    for read in (table.weight[2:5], table.weight.narrow(0, 2, 3), torch.stack([*table.weight[2:5]])):
+    views = table.weight[2:5], table.weight.narrow(0, 2, 3), torch.stack([*table.weight[2:5]])
+    for read in views:
         torch.testing.assert_close(read.clone(), rows_ND, rtol=0, atol=0)
 
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no PagedOptimizer steps this")
 TORCH = SimpleNamespace(Embedding=nn.Embedding, EmbeddingBag=nn.EmbeddingBag)
 PAGED = SimpleNamespace(Embedding=PagedEmbedding, EmbeddingBag=PagedEmbeddingBag)
 INTS = torch.int32, torch.int64
+PAIRS = [*itertools.product(INTS, INTS)]  # of ids and offsets
 FLOATS = torch.float32, torch.float64
 NARROW = torch.float16, torch.bfloat16
 EXACT = {"rtol": 0, "atol": 0}
@@ -254,7 +255,7 @@ def empty(modules, kinds, sparse):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("kinds", itertools.product(INTS, INTS))
+@pytest.mark.parametrize("kinds", PAIRS)
 def test_bags_of_no_ids(kinds, sparse):
     assert_as_torch(empty, kinds, sparse)
 
@@ -308,7 +309,7 @@ def wrong_factors(modules, kinds):
     return [error_of(call, ValueError, RuntimeError, NotImplementedError) for call in calls]
 
 
-@pytest.mark.parametrize("kinds", itertools.product(INTS, INTS))
+@pytest.mark.parametrize("kinds", PAIRS)
 def test_factors_that_torch_refuses(kinds):
     assert_as_torch(wrong_factors, kinds)
 
@@ -330,7 +331,7 @@ def in_bags(modules, kinds, dtype, mode, weighs, last, sparse=False, ids=(3, 1, 
     {
         "mode, weighs": [("sum", 0), ("sum", 1), ("mean", 0), ("max", 0)],
         "dtype": FLOATS + NARROW,
-        "kinds": itertools.product(INTS, INTS),
+        "kinds": PAIRS,
     }
 )
 def test_bags_with_offsets(kinds, dtype, mode, weighs):
@@ -339,8 +340,7 @@ def test_bags_with_offsets(kinds, dtype, mode, weighs):
         assert_as_torch(in_bags, kinds, dtype, mode, weighs, last, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", FLOATS + NARROW)
-@pytest.mark.parametrize("kinds", itertools.product(INTS, INTS))
+@each_case("kinds, dtype", [*itertools.product(PAIRS, FLOATS + NARROW)])
 def test_factors_of_no_ids(kinds, dtype):
     assert_as_torch(in_bags, kinds, dtype, "sum", True, False, False, [])
 
@@ -381,9 +381,7 @@ def test_bags_of_one_size(kind, dtype, mode, sparse, max_norm, weighs):
     assert_as_torch(rectangles, *arguments, **tolerance)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("kinds", itertools.product(INTS, INTS))
+@each_case("kinds, dtype, mode", [*itertools.product(PAIRS, NARROW, ["sum", "mean"])])
 def test_16_bit_bags_with_sparse_gradients(kinds, dtype, mode):
     assert_as_torch(in_bags, kinds, dtype, mode, False, False, True, rtol=1e-2, atol=1e-2)
 
@@ -403,10 +401,10 @@ def padded_bags(modules, dtype, mode, last, every):
     return found
 
 
-@pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("dtype", FLOATS)
+@each_case(
+    "dtype, mode, last, every",
+    [*itertools.product(FLOATS, ["sum", "mean", "max"], [False, True], [False, True])],
+)
 def test_bags_leave_padding_out(dtype, mode, last, every):
     assert_as_torch(padded_bags, dtype, mode, last, every)
 
@@ -421,9 +419,10 @@ def last_offsets(modules, padding, mode, begins):
     return *vectors, bags.weight.grad
 
 
-@pytest.mark.parametrize("begins", [[0, 3, 3], [0, 3, 4], [0, 0, 2]])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("padding", [None, 61, 7])
+@each_case(
+    "padding, mode, begins",
+    [*itertools.product([None, 61, 7], ["sum", "mean", "max"], [[0, 3, 3], [0, 3, 4], [0, 0, 2]])],
+)
 def test_the_last_offset(padding, mode, begins):
     assert_as_torch(last_offsets, padding, mode, begins)
 

@@ -114,6 +114,8 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_anew(tmp_path):
     folder = begun(tmp_path)
     run_folder.resume_config(folder, [], [])  # it was stopped early
     (folder / "vectors.kv").touch()
+    run_folder.resume_config(folder, [], [])  # it was killed before its scores and its checkpoint
+    (folder / "scores.json").touch()
     with pytest.raises(ConfigError, match="is finished and has no checkpoint; begin a new run"):
         run_folder.resume_config(folder, [], [])
 

@@ -102,7 +102,7 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
         if not config.optimizer.lr and shipped(config.optimizer) != config.optimizer:
             other = "would change optimizer.args={} of the run to the shipped ones"
             raise ConfigError(f"optimizer.lr=auto {other}; give a number")
-    elif any(folder.glob("vectors.*")):
+    elif (folder / "scores.json").exists():  # not those killed while they wrote vectors
         remedy = "begin a new run, with run.final_checkpoint=true to go on from it later"
         raise ConfigError(f"{folder} is finished and has no checkpoint; {remedy}")
     else:

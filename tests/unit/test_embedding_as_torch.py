@@ -427,7 +427,7 @@ def test_the_last_offset(padding, mode, begins):
     assert_as_torch(last_offsets, padding, mode, begins)
 
 
-@pytest.mark.parametrize("trains, weighs", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("trains, weighs", [*itertools.product([False, True], repeat=2)])
 def test_factors_and_tables_may_need_no_gradient(trains, weighs):
     def use(modules):
         bags = modules.EmbeddingBag(256, 256, mode="sum").requires_grad_(trains)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import sys
 import weakref
@@ -590,12 +589,12 @@ def _refuse_replaced() -> None:
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in _stepped:
             return
-        for parameter in itertools.chain.from_iterable(
-            group["params"] for group in optimizer.param_groups
-        ):
-            if function := getattr(parameter, "replaced_by", None):
-                has = f"this {type(optimizer).__name__} has a weight that {function} has replaced"
-                raise ValueError(f"{has}; make the optimizer afterwards")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if function := getattr(parameter, "replaced_by", None):
+                    kind = type(optimizer).__name__
+                    has = f"this {kind} has a weight that {function} has replaced"
+                    raise ValueError(f"{has}; make the optimizer afterwards")
         _stepped.add(optimizer)
 
     register_optimizer_step_pre_hook(check)

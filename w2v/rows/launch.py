@@ -44,7 +44,7 @@ TYPES: dict[str, tuple[str, torch.dtype | str]] = {
     "float4": ("", "any"),
     "void": ("", "any"),
 }
-RESERVED = 1 << 10  # bytes of shared memory that CUDA takes of each block
+RESERVED = 1 << 10  # bytes of shared memory that CUDA itself takes for each block
 KNOWN = 4096  # addresses of tensors that are remembered for a pointer
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 

@@ -197,11 +197,18 @@ class PagedRows(nn.Module):
         return cls(*weights_VD.shape, *rules, init=weights_VD, **given)
 
     @property
-    def _table(self) -> PagedTable:
-        if not isinstance(self.weight, PagedWeight):
-            kind = type(self.weight).__name__
+    def _weight(self) -> PagedWeight:
+        weight = self._parameters.get("weight")  # nn.Module itself takes ten times as long
+        if weight is None:  # of several ranks, or a parametrized one
+            weight = self.weight
+        if not isinstance(weight, PagedWeight):
+            kind = type(weight).__name__
             raise TypeError(f"weight was replaced by a {kind}; w2v.unpage gives a plain module")
-        return self.weight.table
+        return weight
+
+    @property
+    def _table(self) -> PagedTable:
+        return self._weight.table
 
     @property
     def store(self) -> Rows:
@@ -373,10 +380,11 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
-        table = self._table
+        weight = self._weight
+        table = weight.table
         if table.uses_kernels:
-            return fused_vectors(self.weight, input)
-        weight_UD, places, padding = fetch(self.weight, input)
+            return fused_vectors(weight, input)
+        weight_UD, places, padding = fetch(weight, input)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
 
 
@@ -433,14 +441,15 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
-        table = self._table
+        weight = self._weight
+        table = weight.table
         kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
         if offsets is not None and kind not in (torch.int32, torch.int64):
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         try:
             if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
-                return fused_vectors(self.weight, input, offsets)
-            weight_UD, places, padding = fetch(self.weight, input)
+                return fused_vectors(weight, input, offsets)
+            weight_UD, places, padding = fetch(weight, input)
         except IndexError as error:  # of bags torch raises a RuntimeError
             raise RowError(str(error)) from None
         if offsets is not None:
@@ -625,6 +634,14 @@ def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init |
 # Forward passes.
 
 
+def announced(table: PagedTable, ids: Ids) -> RowPage | None:
+    """Return the look-up of ids that were read ahead; None for others."""
+    page = table.announced
+    if page is None or not page.look_up.is_of(page.index, ids):
+        return None
+    return page
+
+
 def find(table: PagedTable, ids: Ids) -> RowPage:
     """Look up ids, and begin to bring their rows."""
     dist = torch.distributed
@@ -638,8 +655,8 @@ def find(table: PagedTable, ids: Ids) -> RowPage:
                 "its own; make it with process_group=torch.distributed.group.WORLD"
             )
     table.check_views()
-    page = table.announced  # whose rows are there, unless other uses have evicted them
-    if page is None or not page.look_up.is_of(page.index, ids):
+    page = announced(table, ids)  # whose rows are there, unless other uses have evicted them
+    if page is None:
         if table.ranks.size > 1:
             page = look_up_alone(table, ids)
         else:
@@ -700,9 +717,11 @@ def fused_vectors(weight: PagedWeight, ids: Ids, offsets: Tensor | None = None) 
     """
     table = weight.table
     with table.store.lock:
-        page = find(table, ids)
-        if table.trains and (kept := page.take_vectors(offsets)) is not None:
+        read_ahead = announced(table, ids) if table.trains else None
+        kept = read_ahead and read_ahead.take_vectors(weight.version, offsets)
+        if kept is not None:
             return kept
+        page = find(table, ids)
         look_up, bags = page.look_up, _bags(table, page.shape, offsets)
         if not table.trains:
             look_up.fetch(page.index)
@@ -718,7 +737,7 @@ def fused_vectors(weight: PagedWeight, ids: Ids, offsets: Tensor | None = None) 
             if its_page is page:
                 own = vectors
             else:
-                of_user = ComputedVectors(vectors, user.table.store.version, seen)
+                of_user = ComputedVectors(vectors, user.version, seen)
                 look_up.computed[its_page.index] = of_user
         return own
 

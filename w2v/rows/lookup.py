@@ -24,7 +24,7 @@ class ComputedVectors(NamedTuple):
     """Vectors of a table that were computed with those of others."""
 
     vectors: Tensor
-    version: int  # of the table
+    version: tuple[int, int]  # of the table
     offsets: Identity  # of the bags
 
 
@@ -319,10 +319,10 @@ class RowPage:
         """Return vectors in the shape of the ids; those of bags as they are."""
         return vectors_ND if bags else vectors_ND.view(*self.shape, vectors_ND.shape[1])
 
-    def take_vectors(self, offsets: Tensor | None) -> Tensor | None:
+    def take_vectors(self, version: tuple[int, int], offsets: Tensor | None) -> Tensor | None:
         """Return kept vectors, if weights and offsets are still the same."""
         kept = self.look_up.computed.pop(self.index, None)
-        if kept is None or kept.version != self.store.version:
+        if kept is None or kept.version != version:
             return None
         if kept.offsets.matches(offsets):
             return kept.vectors
@@ -399,18 +399,31 @@ class Identity:
     """
 
     def __init__(self, ids: Any):
-        self._ids = ids
-        self._key: tuple[Any, ...] = ()
-        if isinstance(ids, Tensor):
-            changes = 0 if ids.is_inference() else ids._version
-            self._key = ids.data_ptr(), changes, ids.shape, ids.stride(), ids.dtype, ids.device
-        elif ids is not None:  # it does not count its changes
-            values = np.asarray(ids)
-            self._key = values.tobytes(), values.shape, values.dtype
+        self._ids, self._memory = ids, _memory_of(ids)
 
     def matches(self, ids: Any) -> bool:
         """Return whether these are the same ids, which were not changed since."""
-        return Identity(ids)._key == self._key
+        if _memory_of(ids) != self._memory:
+            return False
+        return ids is self._ids or _layout_of(ids) == _layout_of(self._ids)
+
+
+def _memory_of(ids: Any) -> tuple[Any, ...]:
+    """Return where a tensor is and how often it was changed, or other ids."""
+    if isinstance(ids, Tensor):
+        try:
+            return ids.data_ptr(), ids._version
+        except RuntimeError:  # tensors of inference mode do not count their changes
+            return ids.data_ptr(), _layout_of(ids)
+    return () if ids is None else (np.asarray(ids).tobytes(),)
+
+
+def _layout_of(ids: Any) -> tuple[Any, ...]:
+    """Return how the memory of ids is read."""
+    if isinstance(ids, Tensor):
+        return ids.shape, ids.stride(), ids.dtype, ids.device
+    values = np.asarray(ids)
+    return values.shape, values.dtype
 
 
 def as_tensor(values: Any) -> Tensor:
@@ -437,10 +450,10 @@ def _checked(given: Ids) -> Tensor:
 
 def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all ids on the GPU: int64 [N]."""
-    flat = [values.flatten() for values in ids]
-    values = stacked(flat)
+    values = stacked(ids)
     if values is not None and values.is_contiguous():
         return to_device(values, device).long().flatten()
+    flat = [values.flatten() for values in ids]
     if all(values.is_cuda for values in flat):
         return torch.cat(flat).long()
     # The others are most likely as the first: the query is slow, and a wrong guess only waits.
@@ -463,12 +476,10 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
         step = tensors[1].data_ptr() - first.data_ptr()
     if step % first.element_size() or (step <= 0 and len(tensors) > 1):
         return None
-    address = first.data_ptr()
-    for tensor in tensors:
-        is_next = tensor.data_ptr() == address and tensor.shape == first.shape
-        if not is_next or tensor.stride() != first.stride() or tensor.dtype is not first.dtype:
-            return None
-        address += step
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    layouts = {(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors}
+    if len(layouts) > 1 or any(b - a != step for a, b in itertools.pairwise(addresses)):
+        return None
     # Tensors may be equally spaced by chance.
     if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
         return None

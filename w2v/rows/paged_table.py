@@ -12,7 +12,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +45,35 @@ class Layout(NamedTuple):
     def names(self) -> list[str]:
         """Return the names of states and scalars, with the width of states."""
         return [*(f"{name} x {state.width}" for name, state in self.states.items()), *self.scalars]
+
+
+class RowParameter(nn.Parameter):
+    """Parameter of a table in `param_groups`, with the gradients of its rows.
+
+    Attributes:
+        grad_UD: These, [U, D]. torch lets no gradient have another shape than its parameter, which
+            has the rows' weights, and without `records` of a page none.
+    """
+
+    grad_UD: Tensor | None = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.grad_UD
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        shape = self.shape if self.grad_UD is None else self.grad_UD.shape
+        if value is not None and value.shape != shape:
+            raise ValueError(f"grad has shape {list(value.shape)}; rows have one of {list(shape)}")
+        self.grad_UD = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad_UD = None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return RowParameter, (self.detach(),)
 
 
 @dataclass(eq=False, repr=False)
@@ -87,7 +115,7 @@ class PagedTable:
         # a `PagedWeight`, which may be in an optimizer of the dense modules too.
         self.vector_dtype = torch.promote_types(self.dtype, torch.float32)  # `convert` changes it
         empty = torch.empty(0, self.embedding_dim, dtype=self.vector_dtype, device=self.device)
-        self.parameter = nn.Parameter(empty)
+        self.parameter = RowParameter(empty)
         self.weight: Callable[[], Any] = _no_weight  # `PagedWeight`; weak, as it keeps the table
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         # Gradients that are to be sent to the ranks that own the rows.
@@ -116,10 +144,10 @@ class PagedTable:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Return how often the rows, and the weight with its views, changed."""
+        """Return the version of the weight, or of a table that has none."""
         if (weight := self.weight()) is None:
             return self.store.version, 0
-        return self.store.version, weight._version
+        return weight.version
 
     def stored(self) -> Tensor:
         """Return a view [V, D] of this rank's weights, where they are stored."""
@@ -163,7 +191,7 @@ class PagedTable:
     @property
     def has_gradient(self) -> bool:
         """Return whether gradients wait for the step, or to be sent."""
-        return self.parameter.grad is not None or bool(self.unsent)
+        return self.parameter.grad_UD is not None or bool(self.unsent)
 
     @property
     def uses_kernels(self) -> bool:
@@ -196,15 +224,15 @@ class PagedTable:
 
     def waiting(self) -> tuple[RowPage, Tensor] | None:
         """Return the rows that wait for the step, and their gradients."""
-        if self.page is None or self.parameter.grad is None:
+        if self.page is None or self.parameter.grad_UD is None:
             return None
-        return self.page, self.parameter.grad
+        return self.page, self.parameter.grad_UD
 
     def pending(self, page: RowPage) -> Tensor | None:
         """Return gradients of a look-up that wait for the step, or to be sent."""
         if self.ranks.size > 1:
             return self.unsent.get(page.look_up)
-        return self.parameter.grad
+        return self.parameter.grad_UD
 
     def collect(self, page: RowPage, grad_UD: Tensor) -> None:
         """Add gradients to those that wait for the step, or to be sent."""
@@ -216,17 +244,14 @@ class PagedTable:
 
     def add_grad(self, page: RowPage, grad_UD: Tensor) -> None:
         """Add the gradient of a page to those that wait for the step."""
-        if grad_UD is self.parameter.grad:  # it was added up in place
+        if grad_UD is self.parameter.grad_UD:  # it was added up in place
             return
         if (waiting := self.waiting()) is not None:
             page, grad_UD = self._joined(waiting, (page, grad_UD))
         self.page = page
-        self.parameter.grad = None  # its shape may change only without a gradient
-        if page.records is None:
-            self.parameter.data = _zero(grad_UD.device, grad_UD.dtype).expand(grad_UD.shape)
-        else:
+        if page.records is not None:
             self.parameter.data = page.records[:, : self.embedding_dim]
-        self.parameter.grad = grad_UD
+        self.parameter.grad_UD = grad_UD
 
     @torch.no_grad()
     def _joined(self, *parts: tuple[RowPage, Tensor]) -> tuple[RowPage, Tensor]:
@@ -286,13 +311,13 @@ class PagedTable:
 
     def drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
-        self.page = self.parameter.grad = None
+        self.page = self.parameter.grad_UD = None
         self.count_change()
 
     def count_change(self) -> None:
         """Have backward passes raise that need the weights of before."""
         if (weight := self.weight()) is not None:
-            torch.autograd.graph.increment_version(weight)
+            torch._C._increment_version([weight])  # by torch.autograd.graph: twice the time
             if self.cached_at is not None:
                 self.cached_at += 1
 
@@ -309,9 +334,9 @@ class PagedTable:
         """Drop the gradients, or set them to zero."""
         self.unsent.clear()
         if set_to_none:
-            self.parameter.grad = None
-        elif self.parameter.grad is not None:
-            self.parameter.grad.zero_()
+            self.parameter.grad_UD = None
+        elif self.parameter.grad_UD is not None:
+            self.parameter.grad_UD.zero_()
 
     # Memory, first weights and optimizer state.
 
@@ -650,11 +675,6 @@ def share_cache(tables: Sequence[PagedTable]) -> None:
         share = min(table.store.paged_bytes, left // (len(shared) - number))
         table.store.set_cache(share)
         left -= share
-
-
-@cache
-def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), device=device, dtype=dtype)
 
 
 def normal_rows(

@@ -136,7 +136,7 @@ class RoutedLookUp(LookUp):
         """Return the means over ranks of the gradients of these tables' rows."""
         ranks, found = self.tables[0].ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
-            pending = {index: self.tables[index].parameter.grad for index in indices}
+            pending = {index: self.tables[index].parameter.grad_UD for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
         sum_LD = grad_MD.new_zeros(len(found.wait()), grad_MD.shape[1])
         sum_by_row(grad_MD, found.places_N, self.received, sum_LD)

@@ -235,6 +235,11 @@ class PagedWeight(_OfTable, nn.Parameter):
         """Take the number of rows and the device that the table has now."""
         Tensor.data.__set__(self, self._of_shape(self.table))  # type: ignore[attr-defined]
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Return how often the rows, and the weight with its views, changed."""
+        return self.table.store.version, self._version
+
     def stored(self) -> Tensor:
         return self.table.stored()
 
@@ -320,7 +325,7 @@ class PagedWeight(_OfTable, nn.Parameter):
     def grad(self) -> Tensor | None:
         if not self.table.has_optimizer:
             return OWN_GRAD.__get__(self)
-        return self.table.parameter.grad if self.table.shows_grad else None
+        return self.table.parameter.grad_UD if self.table.shows_grad else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -329,7 +334,7 @@ class PagedWeight(_OfTable, nn.Parameter):
             OWN_GRAD.__set__(self, value)
         elif value is None:
             table.zero_grad()
-        elif value is not table.parameter.grad:
+        elif value is not table.parameter.grad_UD:
             if not isinstance(value, Tensor):
                 raise TypeError(f"weight.grad is a {type(value).__name__}; give a tensor or None")
             if value.shape != self.shape:

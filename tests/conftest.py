@@ -5,11 +5,14 @@ import fcntl
 import functools
 import gc
 import os
+import random
 import signal
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -24,6 +27,15 @@ gc.set_threshold(100_000)  # of new objects: looking at them takes a second of t
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Have a test draw the same numbers in each run."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture

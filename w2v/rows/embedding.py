@@ -718,7 +718,7 @@ def fused_vectors(weight: PagedWeight, ids: Ids, offsets: Tensor | None = None) 
     table = weight.table
     with table.store.lock:
         read_ahead = announced(table, ids) if table.trains else None
-        kept = read_ahead and read_ahead.take_vectors(weight.version, offsets)
+        kept = read_ahead.take_vectors(weight.version, offsets) if read_ahead else None
         if kept is not None:
             return kept
         page = find(table, ids)

@@ -231,7 +231,7 @@ class LookUp:
         """Return zeros for all rows or more, and those of each table."""
         sums_UD = self.group.zeros(self.begins[-1])
         sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
-        return sums_UD, sums_UD[: self.begins[-1]].split(sizes)
+        return sums_UD, sums_UD[: self.begins[-1]].split_with_sizes(sizes)
 
     def take_sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums and their memory, and begin anew."""

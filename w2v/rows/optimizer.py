@@ -248,7 +248,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not tables:  # of `w2v.optimizer` for a model without paged embeddings
             yield from loader
             return
-        drawn = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
+        drawn = (LookedUpBatch.of(batch, look_up_batch(tables, batch, key)) for batch in loader)
         batches: Iterator[LookedUpBatch] = drawn
         if self._ranks.size > 1:
             batches = shard.sent_ahead(lambda: shard.request(tables, lambda: next(drawn)))
@@ -258,16 +258,16 @@ class PagedOptimizer(torch.optim.Optimizer):
                 begins_page = number % together == 0
                 if begins_page:
                     _prefetch(window, 0, together)
-                batch, pages = window.popleft()
-                for owned in _owned(pages):
-                    lookup.make_current(owned)
+                batch, pages, look_ups = window.popleft()
+                for look_up in look_ups:
+                    lookup.make_current(look_up.own)
                 if begins_page:  # the rows after this page's
                     _prefetch(window, together - 1, together)
                 for table, page in zip(tables, pages, strict=True):
                     table.announced = page
                 yield batch
-                for page in pages:  # drop vectors that were not used: they refer to the look-up
-                    page.look_up.computed.clear()
+                for look_up in look_ups:  # drop unused vectors, which refer to it
+                    look_up.computed.clear()
         finally:
             for table in tables:
                 table.announced = None
@@ -499,18 +499,11 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
         raise error
 
 
-def _owned(pages: list[RowPage]) -> list[LookUp]:
-    """Return the look-ups of rows of this process."""
-    return list(dict.fromkeys(page.look_up.own for page in pages))
-
-
 def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     """Begin to bring the rows of some batches of a window as one page."""
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
-    for number, (_, its_pages) in enumerate(itertools.islice(window, first, None)):
-        for owned in _owned(its_pages):
-            if not owned.group.caches:
-                continue
+    for number, (_, _, its_look_ups) in enumerate(itertools.islice(window, first, None)):
+        for owned in [look_up.own for look_up in its_look_ups if look_up.group.caches]:
             look_ups, soon = pages.setdefault(owned.group, ([], []))
             if number >= count:
                 soon.append(owned)

@@ -281,10 +281,18 @@ def sum_by_row(grad_MX: Tensor, places_M: Tensor, received: list[int], sum_LX: T
 
 
 class LookedUpBatch(NamedTuple):
-    """A batch of a loader, with its rows in each table."""
+    """A batch of a loader, with its rows in each table.
+
+    look_ups: those that the rows are from, one for each group of tables.
+    """
 
     batch: Any
     pages: list[RowPage]
+    look_ups: list[LookUp]
+
+    @classmethod
+    def of(cls, batch: Any, pages: list[RowPage]) -> LookedUpBatch:
+        return cls(batch, pages, [*dict.fromkeys(page.look_up for page in pages)])
 
 
 def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> Requests:
@@ -292,8 +300,7 @@ def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> 
 
     def look_up() -> tuple[LookedUpBatch, list[RoutedLookUp]]:
         found = draw()
-        look_ups = dict.fromkeys(page.look_up for page in found.pages)
-        routed = [each for each in look_ups if isinstance(each, RoutedLookUp)]
+        routed = [each for each in found.look_ups if isinstance(each, RoutedLookUp)]
         for each in routed:
             each.batch = routed
         return found, routed
@@ -314,7 +321,7 @@ def look_up_ahead(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowP
 
 def look_up_alone(table: PagedTable, ids: Ids) -> RowPage:
     """Look up ids that were not sent ahead."""
-    requests = request([table], lambda: LookedUpBatch(None, look_up_ahead([table], [ids])))
+    requests = request([table], lambda: LookedUpBatch.of(None, look_up_ahead([table], [ids])))
     requests.send_counts()
     requests.send_ids()
     return requests.page.pages[0]

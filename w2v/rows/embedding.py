@@ -661,8 +661,8 @@ def find(table: PagedTable, ids: Ids) -> RowPage:
             page = look_up_alone(table, ids)
         else:
             (page,) = lookup.look_up([table.store], [ids], [table.span])
-    # Beside rows of other tables of the group, as only this one has been looked up.
-    lookup.prefetch(table.store.group, [page.look_up.own], part=table.store.first_row)
+        # Beside rows of other tables of the group, as only this one has been looked up.
+        lookup.prefetch(table.store.group, [page.look_up.own], part=table.store.first_row)
     return page
 
 

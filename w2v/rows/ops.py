@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from w2v.rows.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel
-from w2v.rows.optim import Hyper, RowOptimizer
+from w2v.rows.optim import RowOptimizer
 
 # Enough for the link; more would let one direction starve the other, and be slower.
 READ_BLOCKS, WRITE_BLOCKS = 64, 48
@@ -108,30 +108,26 @@ def find_rows(
     word_blocks = -(-spans.words // THREADS)
     words = word_blocks * THREADS
     # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
-    # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
-    size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
+    # unless `last_N` is a part of `numbers`: numbers, words, progress and last ids.
+    size = numbers_of(spans.on_device.shape[0]) + words // 2 + 3
     numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
     kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, known = kept.split([ids, ids, 2])
+    places_N, rows_N, known = kept.split_with_sizes([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     ranks = 0 if are_rows else spans.ranks
-    look_up = c_struct("lookup.cu", "LookUp")(
-        spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
-    )
-    blocks = blocks_for(ids)
-    kernel("lookup.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
-    kernel("lookup.cu", "count_ids")(word_blocks, look_up=look_up, before=before_W)
-    kernel("lookup.cu", "list_ids")(
-        word_blocks, look_up=look_up, before=before_W, unique=rows_N, narrow=narrow_N
-    )
-    kernel("lookup.cu", "place_ids")(
-        blocks,
+    kernel("lookup.cu", "find_rows")(
+        2 * (blocks_for(ids) + word_blocks),
         ids=ids_N,
         count=ids,
-        look_up=look_up,
+        look_up=c_struct("lookup.cu", "LookUp")(
+            spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
+        ),
+        word_blocks=word_blocks,
         before=before_W,
+        unique=rows_N,
+        narrow=narrow_N,
         places=places_N,
         readback=readback,
         known=known,
@@ -284,15 +280,7 @@ def step_rows(
         slots_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
-    launch = _step_of_one_table(
-        optimizer.formula,
-        optimizer.state_count,
-        optimizer.hyper(0.0),
-        records_SR.dtype,
-        device,
-        dim,
-        step_column,
-    )
+    launch = _step_of_one_table(optimizer, records_SR.dtype, device, dim, step_column)
     launch(
         blocks_for(32 * rows),
         view=View(records_SR, None),
@@ -307,21 +295,15 @@ def step_rows(
 
 @functools.lru_cache(maxsize=64)
 def _step_of_one_table(
-    formula: str,
-    states: int,
-    hyper: Hyper,
-    dtype: torch.dtype,
-    device: torch.device,
-    dim: int,
-    step_column: int,
+    optimizer: RowOptimizer, dtype: torch.dtype, device: torch.device, dim: int, step_column: int
 ) -> Kernel:
     """Return a step that notes no faults."""
     stepped, fault = torch.zeros(2, dtype=torch.int64, device=device).unbind()
-    return step_kernel(formula, states, dtype, dim, ranks=0).bind(
+    return step_kernel(optimizer.formula, optimizer.state_count, dtype, dim, ranks=0).bind(
         dim=dim,
         step_column=step_column,
         cap=0,
-        hyper=hyper,
+        hyper=optimizer.hyper(0.0),  # the rate is given at each launch
         places=no_places(),
         stepped=stepped,
         # A fault would be the sum of this step and a bit, both 0.

@@ -407,8 +407,11 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _row_optimizer(self, number: int, group: dict[str, Any]) -> RowOptimizer:
         """Return the optimizer of a group, with the arguments it has now."""
-        names = [name for name in self.defaults if name != "lr" and group.get(name) is not None]
-        args = {name: group[name] for name in names}
+        args = {
+            name: value
+            for name, value in group.items()
+            if value is not None and name != "lr" and name in self.defaults
+        }
         known_args, _ = self._row_optimizers.get(number, (None, None))
         if known_args != args:
             config = OptimizerConfig(self._name, _rate(group["lr"]), args=args, step=self._counts)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gensim.models import word2vec
+from gensim.test.utils import datapath
 
 from tests.support.planted import kv_of
 from w2v import FastText, Word2Vec
@@ -47,6 +48,9 @@ class LogLines(logging.Handler):
 
         return run
 
+
+if not Path(datapath("toy-data.txt")).exists():
+    pytest.skip("gensim was installed without its test data", allow_module_level=True)
 
 # gensim does not install this package, which only its tests of warnings use.
 sys.modules.setdefault("testfixtures", types.SimpleNamespace(log_capture=lambda: LogLines.capture))

@@ -787,6 +787,35 @@ def test_arrays_of_any_strides_are_ids():
     assert table(np.array(3)).shape == (DIM,)
 
 
+def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew():
+    table, changed = PagedEmbedding(9, DIM, seed=1), np.arange(4)
+    for ids in PagedOptimizer(table, "SGD", lr=0.1).pages([changed], lambda ids: ids):
+        ids.shape = 2, 2
+        assert torch.equal(table(ids), table(torch.arange(4).view(2, 2)))
+        ids += 1
+        assert torch.equal(table(ids), table(torch.arange(1, 5).view(2, 2)))
+
+
+def test_gradients_of_a_table_may_be_replaced_by_others_of_their_shape():
+    table = PagedEmbedding(9, DIM, init=torch.zeros(9, DIM))
+    optimizer = PagedOptimizer(table, "SGD", lr=1.0)
+    ((parameter,),) = (group["params"] for group in optimizer.param_groups)
+    table([1, 2]).sum().backward()
+    assert parameter.shape == parameter.grad.shape == (2, DIM)
+    for wrong in (torch.zeros(3, DIM), torch.zeros(2, DIM, dtype=torch.float64), 1.0):
+        with pytest.raises((RuntimeError, TypeError), match="grad"):  # torch's own
+            parameter.grad = wrong
+    table([2, 5]).sum().backward()
+    assert parameter.shape == (0, DIM)  # it has the weights of no page
+    parameter.grad = 2 * parameter.grad
+    optimizer.step()
+    assert table.weight[:, 0].tolist() == [0, -2, -4, 0, 0, -2, 0, 0, 0]
+    table([3]).sum().backward()
+    del parameter.grad
+    optimizer.step()
+    assert not table.weight[3].any()
+
+
 def test_weights_and_states_are_current_while_rows_are_cached(tmp_path):
     runs = two_tables(0), two_tables("50%")
     for tables, optimizer in runs:

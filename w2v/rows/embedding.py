@@ -198,9 +198,7 @@ class PagedRows(nn.Module):
 
     @property
     def _weight(self) -> PagedWeight:
-        weight = self._parameters.get("weight")  # nn.Module itself takes ten times as long
-        if weight is None:  # of several ranks, or a parametrized one
-            weight = self.weight
+        weight = self.weight
         if not isinstance(weight, PagedWeight):
             kind = type(weight).__name__
             raise TypeError(f"weight was replaced by a {kind}; w2v.unpage gives a plain module")
@@ -717,10 +715,10 @@ def fused_vectors(weight: PagedWeight, ids: Ids, offsets: Tensor | None = None) 
     """
     table = weight.table
     with table.store.lock:
-        read_ahead = announced(table, ids) if table.trains else None
-        kept = read_ahead.take_vectors(weight.version, offsets) if read_ahead else None
-        if kept is not None:
-            return kept
+        if table.trains and (read_ahead := announced(table, ids)) is not None:
+            kept = read_ahead.take_vectors(weight.version, offsets)
+            if kept is not None:
+                return kept
         page = find(table, ids)
         look_up, bags = page.look_up, _bags(table, page.shape, offsets)
         if not table.trains:

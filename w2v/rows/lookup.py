@@ -405,7 +405,8 @@ class Identity:
         """Return whether these are the same ids, which were not changed since."""
         if _memory_of(ids) != self._memory:
             return False
-        return ids is self._ids or _layout_of(ids) == _layout_of(self._ids)
+        is_read = ids is self._ids or not isinstance(ids, Tensor)
+        return is_read or _layout_of(ids) == _layout_of(self._ids)
 
 
 def _memory_of(ids: Any) -> tuple[Any, ...]:
@@ -415,15 +416,15 @@ def _memory_of(ids: Any) -> tuple[Any, ...]:
             return ids.data_ptr(), ids._version
         except RuntimeError:  # tensors of inference mode do not count their changes
             return ids.data_ptr(), _layout_of(ids)
-    return () if ids is None else (np.asarray(ids).tobytes(),)
-
-
-def _layout_of(ids: Any) -> tuple[Any, ...]:
-    """Return how the memory of ids is read."""
-    if isinstance(ids, Tensor):
-        return ids.shape, ids.stride(), ids.dtype, ids.device
+    if ids is None:
+        return ()
     values = np.asarray(ids)
-    return values.shape, values.dtype
+    return values.tobytes(), values.shape, values.dtype
+
+
+def _layout_of(ids: Tensor) -> tuple[Any, ...]:
+    """Return how the memory of a tensor is read."""
+    return ids.shape, ids.stride(), ids.dtype, ids.device
 
 
 def as_tensor(values: Any) -> Tensor:

@@ -63,9 +63,8 @@ class RowParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        shape = self.shape if self.grad_UD is None else self.grad_UD.shape
-        if value is not None and value.shape != shape:
-            raise ValueError(f"grad has shape {list(value.shape)}; rows have one of {list(shape)}")
+        like = self if self.grad_UD is None else self.grad_UD
+        like.detach().grad = value  # torch refuses another shape, dtype or device
         self.grad_UD = value
 
     @grad.deleter
@@ -251,6 +250,8 @@ class PagedTable:
         self.page = page
         if page.records is not None:
             self.parameter.data = page.records[:, : self.embedding_dim]
+        elif len(self.parameter):  # they are of a page before
+            self.parameter.data = self.parameter.data[:0]
         self.parameter.grad_UD = grad_UD
 
     @torch.no_grad()
@@ -317,7 +318,7 @@ class PagedTable:
     def count_change(self) -> None:
         """Have backward passes raise that need the weights of before."""
         if (weight := self.weight()) is not None:
-            torch._C._increment_version([weight])  # by torch.autograd.graph: twice the time
+            torch.autograd.graph.increment_version(weight)
             if self.cached_at is not None:
                 self.cached_at += 1
 

@@ -58,35 +58,49 @@ struct LookUp {
     }
 };
 
-// Blocks that have started, and that have finished a phase of `find_rows`; zeros before.
+// Blocks of `find_rows` that have started, and that have finished a phase; zeros before.
 struct Progress {
     unsigned started, marked, counted, summed, listed;
 };
 
-// Note that the block has finished a phase; return how many had before.
-__device__ unsigned finish(unsigned* finished) {
-    __shared__ unsigned before;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) before = atomicAdd(finished, 1u);
-    __syncthreads();
-    return before;
-}
-
 // Wait until so many blocks have finished a phase, and see what they wrote.
-__device__ void wait_for(unsigned* finished, unsigned blocks) {
+__device__ void wait_for(unsigned* done, unsigned blocks) {
     if (threadIdx.x == 0) {
-        while (*(volatile unsigned*)finished < blocks) __nanosleep(20);
+        while (*(volatile unsigned*)done < blocks) __nanosleep(20);
         __threadfence();
     }
     __syncthreads();
 }
 
+// List the rows of a block's words, unless an id is no row.
+__device__ void list_rows(
+    const LookUp& look_up, int block, const int* counts, int* before, long long* unique,
+    int* narrow) {
+    const long long word = (long long)block * blockDim.x + threadIdx.x;
+    const int at = find_first(
+        look_up.parts(), [&](int s) { return look_up.spans[s + 1].first_word <= word; });
+    const Span span = look_up.spans[at];
+    Found* found = look_up.numbers->found + at;
+    const unsigned bits = look_up.words()[word];
+    const bool valid = !look_up.numbers->wrong;
+    int of_block;
+    const int of_warp = counts[block] + sum_before(warp_sum(__popc(bits)), &of_block);
+    before[word] = of_warp + prefix_sum(__popc(bits)) - __popc(bits);
+    if (word == span.first_word) found->begin = before[word];
+    each_bit(bits, word, of_warp, [&](int n, long long position) {
+        if (!valid) return;
+        const long long row = position - 32 * span.first_word;
+        const long long numbered = span.first_row + row;
+        unique[n] = numbered;
+        narrow[n] = numbered;
+        if (row == span.padding) found->padding = n + 1;
+    });
+}
+
 // Find the unique rows of ids, by rank and sorted, and the place of each id among them. 2 *
 // id_blocks + 2 * word_blocks blocks, by the order in which they start, mark the rows, count them,
 // list them and place the ids: a block waits only for blocks that have started before it. Words
-// and numbers are 0 before; there is a thread for each word, and `progress` stands behind the
-// words.
+// and numbers are 0 before; there is a thread for each word, and Progress stands behind the words.
 //
 // before: of each word, the rows of the words before it; behind these are the sums over blocks.
 // unique, narrow: the list of rows, in 64 and 32 bits, unless an id is no row.
@@ -98,83 +112,61 @@ extern "C" __global__ void find_rows(
     long long* unique, int* narrow, long long* places, HOST Numbers* readback, long long* known,
     OPTIONAL long long* rest, OPTIONAL long long* last) {
     __shared__ int started;
-    const long long all_words = (long long)word_blocks * blockDim.x;
     const int id_blocks = gridDim.x / 2 - word_blocks;
+    const long long all_words = (long long)word_blocks * blockDim.x;
     unsigned* words = look_up.words();
     Progress* progress = (Progress*)(words + all_words);
     int* counts = before + all_words;
     Numbers* numbers = look_up.numbers;
     if (threadIdx.x == 0) started = atomicAdd(&progress->started, 1u);
     __syncthreads();
-    int block = started;
-    const long long step = (long long)id_blocks * blockDim.x;
 
+    int block = started;
     if (block < id_blocks) {  // set the bits of the rows
-        for (long long i = (long long)block * blockDim.x + threadIdx.x; i < count; i += step) {
+        const auto mark = [&](long long i) {
             long long word;
             unsigned bit;
             if (look_up.find_bit(ids[i], i, &word, &bit))
                 if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
-        }
+        };
+        each_thread(count, mark, block, id_blocks);
         finish(&progress->marked);
         return;
     }
     block -= id_blocks;
-    const bool lists = block >= word_blocks;
-    if (lists) block -= word_blocks;
-    const long long word = (long long)block * blockDim.x + threadIdx.x;
-
-    if (!lists) {  // count the bits of each block; the last block sums the counts
+    if (block < word_blocks) {  // count the bits of each block; the last block sums the counts
         wait_for(&progress->marked, id_blocks);
         int of_block;
-        sum_before(warp_sum(__popc(words[word])), &of_block);
+        sum_before(warp_sum(__popc(words[block * blockDim.x + threadIdx.x])), &of_block);
         if (threadIdx.x == 0) counts[block] = of_block;
-        if (finish(&progress->counted) + 1 < word_blocks) return;
-        __threadfence();
+        if (!is_last_block(&progress->counted, word_blocks)) return;
         const int all = exclusive_sums(counts, word_blocks);
         if (threadIdx.x == 0) numbers->unique = all;
         finish(&progress->summed);
         return;
     }
-    if (block < word_blocks) {  // list the rows
+    block -= word_blocks;
+    if (block < word_blocks) {
         wait_for(&progress->summed, 1);
-        const int at = find_first(
-            look_up.parts(), [&](int s) { return look_up.spans[s + 1].first_word <= word; });
-        const Span span = look_up.spans[at];
-        Found* found = numbers->found + at;
-        const unsigned bits = words[word];
-        const bool valid = !numbers->wrong;
-        int of_block;
-        const int of_warp = counts[block] + sum_before(warp_sum(__popc(bits)), &of_block);
-        before[word] = of_warp + prefix_sum(__popc(bits)) - __popc(bits);
-        if (word == span.first_word) found->begin = before[word];
-        each_bit(bits, word, of_warp, [&](int n, long long position) {
-            if (!valid) return;
-            const long long row = position - 32 * span.first_word;
-            const long long numbered = span.first_row + row;
-            unique[n] = numbered;
-            narrow[n] = numbered;
-            if (row == span.padding) found->padding = n + 1;
-        });
+        list_rows(look_up, block, counts, before, unique, narrow);
         finish(&progress->listed);
         return;
     }
     block -= word_blocks;  // place the ids
     wait_for(&progress->listed, word_blocks);
     const long long listed = numbers->wrong ? 0 : numbers->unique;
-    const long long first = (long long)block * blockDim.x + threadIdx.x;
-    for (long long i = first; i < count; i += step) {
+    const auto place = [&](long long i) {
         if (rest && i >= listed) rest[i] = -1;
         long long word;
         unsigned bit;
         const bool is_row = look_up.find_bit(ids[i], i, &word, &bit);
         places[i] = is_row ? before[word] + __popc(words[word] & below(bit)) : 0;
         if (rest) atomicMax(last + places[i], i);
-    }
-    for (long long s = first; s < look_up.parts(); s += step)
-        readback->found[s] = numbers->found[s];
-    if (first == 0) {
-        known[0] = readback->unique = numbers->unique;
-        known[1] = readback->wrong = numbers->wrong;
-    }
+    };
+    each_thread(count, place, block, id_blocks);
+    const auto copy = [&](long long s) { readback->found[s] = numbers->found[s]; };
+    each_thread(look_up.parts(), copy, block, id_blocks);
+    if (block || threadIdx.x) return;
+    known[0] = readback->unique = numbers->unique;
+    known[1] = readback->wrong = numbers->wrong;
 }

@@ -377,9 +377,9 @@ def test_elements_are_those_of_the_macro(launches):
 def test_memory_of_the_cpu_is_refused_but_where_a_kernel_takes_it(launches, monkeypatch):
     on_cpu = torch.arange(4)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
-    launch.kernel("lookup.cu", "find_rows").bind(readback=on_cpu)
+    launch.kernel("lookup.cu", "place_ids").bind(readback=on_cpu)
     with pytest.raises(TypeError, match="ids is .* on cpu"):
-        launch.kernel("lookup.cu", "find_rows").bind(ids=on_cpu)
+        launch.kernel("lookup.cu", "place_ids").bind(ids=on_cpu)
 
 
 def test_a_kernel_is_launched_on_the_gpu_of_its_arguments(mark_rows, monkeypatch):

@@ -108,26 +108,30 @@ def find_rows(
     word_blocks = -(-spans.words // THREADS)
     words = word_blocks * THREADS
     # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
-    # unless `last_N` is a part of `numbers`: numbers, words, progress and last ids.
-    size = numbers_of(spans.on_device.shape[0]) + words // 2 + 3
+    # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
+    size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
     numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
     kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, known = kept.split_with_sizes([ids, ids, 2])
+    places_N, rows_N, known = kept.split([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     ranks = 0 if are_rows else spans.ranks
-    kernel("lookup.cu", "find_rows")(
-        2 * (blocks_for(ids) + word_blocks),
+    look_up = c_struct("lookup.cu", "LookUp")(
+        spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
+    )
+    blocks = blocks_for(ids)
+    kernel("lookup.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
+    kernel("lookup.cu", "count_ids")(word_blocks, look_up=look_up, before=before_W)
+    kernel("lookup.cu", "list_ids")(
+        word_blocks, look_up=look_up, before=before_W, unique=rows_N, narrow=narrow_N
+    )
+    kernel("lookup.cu", "place_ids")(
+        blocks,
         ids=ids_N,
         count=ids,
-        look_up=c_struct("lookup.cu", "LookUp")(
-            spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
-        ),
-        word_blocks=word_blocks,
+        look_up=look_up,
         before=before_W,
-        unique=rows_N,
-        narrow=narrow_N,
         places=places_N,
         readback=readback,
         known=known,

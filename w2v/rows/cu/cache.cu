@@ -211,7 +211,7 @@ extern "C" __global__ void list(
     next_wanted[word] = 0;  // last, as it may be in_use
 }
 
-// Set the bits of rows, where a row's position is its number. known: as find_rows writes it, if the
+// Set the bits of rows, where a row's position is its number. known: as place_ids writes it, if the
 // GPU alone knows how many there are.
 extern "C" __global__ void mark_rows(
     const long long* rows, long long count, OPTIONAL const long long* known, unsigned* words) {

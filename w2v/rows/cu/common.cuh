@@ -16,15 +16,11 @@ __device__ long long threads() { return (long long)gridDim.x * blockDim.x; }
 __device__ long long warp_id() { return thread_id() / 32; }
 __device__ long long warps() { return threads() / 32; }
 
-// Call visit(n) for each n in [0, count), by one thread each of some blocks, by default of all.
-template <class Visit>
-__device__ void each_thread(long long count, Visit visit, int block, int blocks) {
-    const long long step = (long long)blocks * blockDim.x;
-    for (long long n = (long long)block * blockDim.x + threadIdx.x; n < count; n += step) visit(n);
-}
+// Call visit(n) for each n in [0, count), by one thread each.
 template <class Visit>
 __device__ void each_thread(long long count, Visit visit) {
-    each_thread(count, visit, blockIdx.x, gridDim.x);
+    const long long step = threads();
+    for (long long n = thread_id(); n < count; n += step) visit(n);
 }
 
 // Call visit(n) for each n in [0, count), by all lanes of one warp each.
@@ -129,24 +125,17 @@ __device__ int exclusive_sums(int* counts, int n) {
     return total;
 }
 
-// Note that this block has finished; return how many blocks had before.
-__device__ unsigned finish(unsigned* done) {
-    __shared__ unsigned before;
+// Return whether this block is the last to finish, so that all counts are written. done: number of
+// blocks that have finished, 0 before.
+__device__ bool is_last_block(unsigned* done) {
+    __shared__ bool last;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) before = atomicAdd(done, 1u);
+    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == gridDim.x - 1;
     __syncthreads();
-    return before;
-}
-
-// Return whether this block is the last of `blocks` to finish, so that all counts are written.
-// done: number of blocks that have finished, 0 before.
-__device__ bool is_last_block(unsigned* done, unsigned blocks) {
-    const bool last = finish(done) == blocks - 1;
     if (last) __threadfence();
     return last;
 }
-__device__ bool is_last_block(unsigned* done) { return is_last_block(done, gridDim.x); }
 
 // Return the bits below a bit.
 __device__ unsigned below(int bit) { return (1u << bit) - 1; }

@@ -58,33 +58,50 @@ struct LookUp {
     }
 };
 
-// Blocks of `find_rows` that have started, and that have finished a phase; zeros before.
-struct Progress {
-    unsigned started, marked, counted, summed, listed;
-};
+// The unique rows of ids, by rank and sorted, and the place of each id among them, by four
+// kernels. Words and numbers are 0 before. `count_ids` and `list_ids` have a thread for each word;
+// behind the words is the number of blocks that have finished, for is_last_block, and behind
+// `before`, the number of rows before each word, are the sums over the blocks.
 
-// Wait until so many blocks have finished a phase, and see what they wrote.
-__device__ void wait_for(unsigned* done, unsigned blocks) {
-    if (threadIdx.x == 0) {
-        while (*(volatile unsigned*)done < blocks) __nanosleep(20);
-        __threadfence();
-    }
-    __syncthreads();
+// Set the bits of the rows.
+extern "C" __global__ void mark_ids(const long long* ids, long long count, LookUp look_up) {
+    unsigned* words = look_up.words();
+    each_thread(count, [&](long long i) {
+        long long word;
+        unsigned bit;
+        if (look_up.find_bit(ids[i], i, &word, &bit))
+            if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
+    });
 }
 
-// List the rows of a block's words, unless an id is no row.
-__device__ void list_rows(
-    const LookUp& look_up, int block, const int* counts, int* before, long long* unique,
-    int* narrow) {
-    const long long word = (long long)block * blockDim.x + threadIdx.x;
+// Count the rows: prefix sums over blocks.
+extern "C" __global__ void count_ids(LookUp look_up, int* before) {
+    unsigned* words = look_up.words();
+    unsigned* done = words + threads();
+    int* counts = before + threads();
+    int count;
+    sum_before(warp_sum(__popc(words[thread_id()])), &count);
+    if (threadIdx.x == 0) counts[blockIdx.x] = count;
+    if (!is_last_block(done)) return;
+    const int all = exclusive_sums(counts, gridDim.x);
+    if (threadIdx.x) return;
+    look_up.numbers->unique = all;
+    *done = 0;
+}
+
+// List the rows, unless an id is no row. narrow: the list in 32 bits.
+extern "C" __global__ void list_ids(
+    LookUp look_up, int* before, long long* unique, int* narrow) {
+    const long long word = thread_id();
     const int at = find_first(
         look_up.parts(), [&](int s) { return look_up.spans[s + 1].first_word <= word; });
     const Span span = look_up.spans[at];
     Found* found = look_up.numbers->found + at;
     const unsigned bits = look_up.words()[word];
     const bool valid = !look_up.numbers->wrong;
+    const int* counts = before + threads();
     int of_block;
-    const int of_warp = counts[block] + sum_before(warp_sum(__popc(bits)), &of_block);
+    const int of_warp = counts[blockIdx.x] + sum_before(warp_sum(__popc(bits)), &of_block);
     before[word] = of_warp + prefix_sum(__popc(bits)) - __popc(bits);
     if (word == span.first_word) found->begin = before[word];
     each_bit(bits, word, of_warp, [&](int n, long long position) {
@@ -97,76 +114,27 @@ __device__ void list_rows(
     });
 }
 
-// Find the unique rows of ids, by rank and sorted, and the place of each id among them. 2 *
-// id_blocks + 2 * word_blocks blocks, by the order in which they start, mark the rows, count them,
-// list them and place the ids: a block waits only for blocks that have started before it. Words
-// and numbers are 0 before; there is a thread for each word, and Progress stands behind the words.
-//
-// before: of each word, the rows of the words before it; behind these are the sums over blocks.
-// unique, narrow: the list of rows, in 64 and 32 bits, unless an id is no row.
-// places: 0 for an id that is no row. readback: the numbers, in CPU memory; known: the first two.
-// rest: if not null, the list of rows, as long as the ids, which becomes -1 behind the rows, and as
-// a whole if an id is no row. last: with `rest`, the last id of each row; zeros before.
-extern "C" __global__ void find_rows(
-    const long long* ids, long long count, LookUp look_up, int word_blocks, int* before,
-    long long* unique, int* narrow, long long* places, HOST Numbers* readback, long long* known,
-    OPTIONAL long long* rest, OPTIONAL long long* last) {
-    __shared__ int started;
-    const int id_blocks = gridDim.x / 2 - word_blocks;
-    const long long all_words = (long long)word_blocks * blockDim.x;
-    unsigned* words = look_up.words();
-    Progress* progress = (Progress*)(words + all_words);
-    int* counts = before + all_words;
-    Numbers* numbers = look_up.numbers;
-    if (threadIdx.x == 0) started = atomicAdd(&progress->started, 1u);
-    __syncthreads();
-
-    int block = started;
-    if (block < id_blocks) {  // set the bits of the rows
-        const auto mark = [&](long long i) {
-            long long word;
-            unsigned bit;
-            if (look_up.find_bit(ids[i], i, &word, &bit))
-                if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
-        };
-        each_thread(count, mark, block, id_blocks);
-        finish(&progress->marked);
-        return;
-    }
-    block -= id_blocks;
-    if (block < word_blocks) {  // count the bits of each block; the last block sums the counts
-        wait_for(&progress->marked, id_blocks);
-        int of_block;
-        sum_before(warp_sum(__popc(words[block * blockDim.x + threadIdx.x])), &of_block);
-        if (threadIdx.x == 0) counts[block] = of_block;
-        if (!is_last_block(&progress->counted, word_blocks)) return;
-        const int all = exclusive_sums(counts, word_blocks);
-        if (threadIdx.x == 0) numbers->unique = all;
-        finish(&progress->summed);
-        return;
-    }
-    block -= word_blocks;
-    if (block < word_blocks) {
-        wait_for(&progress->summed, 1);
-        list_rows(look_up, block, counts, before, unique, narrow);
-        finish(&progress->listed);
-        return;
-    }
-    block -= word_blocks;  // place the ids
-    wait_for(&progress->listed, word_blocks);
+// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to
+// `readback`, in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as
+// long as the ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with
+// `rest`, the last id of each row; zeros before.
+extern "C" __global__ void place_ids(
+    const long long* ids, long long count, LookUp look_up, const int* before, long long* places,
+    HOST Numbers* readback, long long* known, OPTIONAL long long* rest, OPTIONAL long long* last) {
+    const Numbers* numbers = look_up.numbers;
+    const unsigned* words = look_up.words();
     const long long listed = numbers->wrong ? 0 : numbers->unique;
-    const auto place = [&](long long i) {
+    each_thread(count, [&](long long i) {
         if (rest && i >= listed) rest[i] = -1;
         long long word;
         unsigned bit;
         const bool is_row = look_up.find_bit(ids[i], i, &word, &bit);
         places[i] = is_row ? before[word] + __popc(words[word] & below(bit)) : 0;
         if (rest) atomicMax(last + places[i], i);
-    };
-    each_thread(count, place, block, id_blocks);
-    const auto copy = [&](long long s) { readback->found[s] = numbers->found[s]; };
-    each_thread(look_up.parts(), copy, block, id_blocks);
-    if (block || threadIdx.x) return;
-    known[0] = readback->unique = numbers->unique;
-    known[1] = readback->wrong = numbers->wrong;
+    });
+    each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
+    if (thread_id() == 0) {
+        known[0] = readback->unique = numbers->unique;
+        known[1] = readback->wrong = numbers->wrong;
+    }
 }

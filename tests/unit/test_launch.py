@@ -114,9 +114,9 @@ def launches(monkeypatch):
 
         return 7, driver
 
-    def called(kernel, blocks, **args):
+    def called(kernel, *blocks, **args):
         given.append({**kernel._fixed, **args})
-        call(kernel, blocks, **args)
+        call(kernel, *blocks, **args)
 
     call = launch.Kernel.__call__
     monkeypatch.setattr(launch.Kernel, "__call__", called)
@@ -366,6 +366,11 @@ def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):
     assert launches[0] == launches[1] == launches[2] and launches[0].args["count"] == 3
 
 
+def test_kernels_in_turn_have_the_same_parameters(launches):
+    with pytest.raises(TypeError, match="survey and list of cache.cu differ in their parameters"):
+        launch.kernel("cache.cu", "survey", "list")(1, 1)
+
+
 def test_elements_are_those_of_the_macro(launches):
     for dtype, element in launch.ELEMENTS.items():
         kernel = launch.kernel("rows.cu", "gather_bags", ELEMENT=element)
@@ -377,9 +382,9 @@ def test_elements_are_those_of_the_macro(launches):
 def test_memory_of_the_cpu_is_refused_but_where_a_kernel_takes_it(launches, monkeypatch):
     on_cpu = torch.arange(4)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
-    launch.kernel("lookup.cu", "place_ids").bind(readback=on_cpu)
-    with pytest.raises(TypeError, match="ids is .* on cpu"):
-        launch.kernel("lookup.cu", "place_ids").bind(ids=on_cpu)
+    launch.kernel("rows.cu", "move_records").bind(table=on_cpu)
+    with pytest.raises(TypeError, match="rows is .* on cpu"):
+        launch.kernel("rows.cu", "move_records").bind(rows=on_cpu)
 
 
 def test_a_kernel_is_launched_on_the_gpu_of_its_arguments(mark_rows, monkeypatch):

@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,7 +231,7 @@ def _arguments(
 
 
 class Kernel:
-    """Launches a kernel on one GPU; `kernel` returns it.
+    """Launches a kernel on one GPU, or several in turn; `kernel` returns it.
 
     CuPy's own launch takes about a microsecond an argument and looks the kernel up each time, which
     was most of a step's time on the CPU. So memory for the arguments is allocated once, and its
@@ -240,7 +240,7 @@ class Kernel:
     Args:
         device: Index of the GPU.
         source: Name of a file in cu/.
-        name: Name of the kernel.
+        names: Names of the kernels, which have the same parameters.
         macros: Values of the file's macros. SHARED: bytes of a block's dynamic shared memory.
         fixed: Arguments of all launches.
     """
@@ -249,16 +249,16 @@ class Kernel:
         self,
         device: int,
         source: str,
-        name: str,
+        names: Sequence[str],
         macros: Mapping[str, int | str],
         fixed: Mapping[str, Argument],
     ):
-        self._device, self._source, self._name = device, source, name
+        self._device, self._source, self._kernels = device, source, names
         self._macros = macros
         self._fixed = fixed  # keeps the tensors
         self._shared = int(macros.get("SHARED", 0))
         element = int(macros.get("ELEMENT", 0))
-        self._arguments = functools.partial(_arguments, device, source, name, element)
+        self._arguments = functools.partial(_arguments, device, source, names[0], element)
         self._bound = self._arguments(tuple(fixed))
         self._bytes = bytearray(self._bound.size)
         self._bound.pack_into(self._bytes, 0, fixed.values())
@@ -267,14 +267,17 @@ class Kernel:
 
     def bind(self, **fixed: Argument) -> Kernel:
         """Return the kernel with arguments that all its launches share."""
-        return Kernel(self._device, self._source, self._name, self._macros, fixed)
+        return Kernel(self._device, self._source, self._kernels, self._macros, fixed)
 
-    def __call__(self, blocks: int, **args: Argument) -> None:
-        """Launch so many blocks of THREADS threads on torch's current stream."""
+    def __call__(self, *blocks: int, **args: Argument) -> None:
+        """Launch each with so many blocks of THREADS threads.
+
+        They run in turn, on torch's current stream.
+        """
         # torch's public functions for device and stream take longer than the launch itself.
         device = torch._C._cuda_getDevice()
         if device != self._device:
-            raise RuntimeError(f"{self._name} is bound to GPU {self._device}, not {device}")
+            raise RuntimeError(f"{self._kernels[0]} is bound to GPU {self._device}, not {device}")
         if getattr(_thread, "device", None) != device:
             # Gives this thread the device's context, without which the driver launches nothing.
             torch.cuda.current_stream().query()
@@ -284,16 +287,22 @@ class Kernel:
             if tuple(args) != self._names:
                 self._lay_out(args)
             self._others.pack_into(self._memory, self._bound.size, args.values())
-            grid = (blocks, 1, 1, THREADS, 1, 1, self._shared)
-            self._launch(self._function, *grid, stream, self._pointers, 0)
+            threads = 1, 1, THREADS, 1, 1, self._shared
+            for (function, launch), number in zip(self._functions, blocks, strict=True):
+                launch(function, number, *threads, stream, self._pointers, 0)
 
     def _lay_out(self, args: Mapping[str, Argument]) -> None:
         """Allocate memory for all arguments, and compile the kernel."""
-        others, parameters = self._arguments(tuple(args)), signature(self._source, self._name)
+        others = self._arguments(tuple(args))
+        parameters, *more = (signature(self._source, name) for name in self._kernels)
+        of_source = f"of {self._source}"
+        if any(list(each.items()) != list(parameters.items()) for each in more):
+            both = " and ".join(self._kernels)
+            raise TypeError(f"{both} {of_source} differ in their parameters")
         if twice := ", ".join(self._fixed.keys() & args.keys()):
-            raise TypeError(f"{self._name} of {self._source} got {twice} twice")
+            raise TypeError(f"{self._kernels[0]} {of_source} got {twice} twice")
         if missing := ", ".join(parameters.keys() - self._fixed.keys() - args.keys()):
-            raise TypeError(f"{self._name} of {self._source} lacks {missing}")
+            raise TypeError(f"{self._kernels[0]} {of_source} lacks {missing}")
         size = self._bound.size + others.size
         self._memory = ctypes.create_string_buffer(bytes(self._bytes), size)
         start = ctypes.addressof(self._memory)
@@ -303,20 +312,20 @@ class Kernel:
         self._addresses = (ctypes.c_void_p * len(begins))()
         self._addresses[:] = [begins[name] for name in parameters]
         self._pointers = ctypes.addressof(self._addresses)
-        self._function, self._launch = _compiled(
-            self._device, self._source, self._name, **self._macros
-        )
+        self._functions = [
+            _compiled(self._device, self._source, name, **self._macros) for name in self._kernels
+        ]
         self._others, self._names = others, tuple(args)
 
 
 @functools.cache
-def _bound_to(device: int, source: str, name: str, **macros: int | str) -> Kernel:
-    return Kernel(device, source, name, macros, {})
+def _bound_to(device: int, source: str, *names: str, **macros: int | str) -> Kernel:
+    return Kernel(device, source, names, macros, {})
 
 
-def kernel(source: str, name: str, **macros: int | str) -> Kernel:
-    """Return a kernel of a source file for the current GPU."""
-    return _bound_to(torch._C._cuda_getDevice(), source, name, **macros)
+def kernel(source: str, *names: str, **macros: int | str) -> Kernel:
+    """Return kernels of a source file for the current GPU."""
+    return _bound_to(torch._C._cuda_getDevice(), source, *names, **macros)
 
 
 _thread = threading.local()  # of each thread, the device whose context it has

@@ -113,31 +113,29 @@ def find_rows(
     numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
     kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, known = kept.split([ids, ids, 2])
+    places_N, rows_N, known = kept.split_with_sizes([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
-    ranks = 0 if are_rows else spans.ranks
     look_up = c_struct("lookup.cu", "LookUp")(
-        spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
-    )
-    blocks = blocks_for(ids)
-    kernel("lookup.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
-    kernel("lookup.cu", "count_ids")(word_blocks, look_up=look_up, before=before_W)
-    kernel("lookup.cu", "list_ids")(
-        word_blocks, look_up=look_up, before=before_W, unique=rows_N, narrow=narrow_N
-    )
-    kernel("lookup.cu", "place_ids")(
-        blocks,
         ids=ids_N,
         count=ids,
-        look_up=look_up,
+        spans=spans.on_device,
+        tables=spans.tables,
+        ranks=0 if are_rows else spans.ranks,
+        each=each,
+        numbers=numbers,
         before=before_W,
+        unique=rows_N,
+        narrow=narrow_N,
         places=places_N,
         readback=readback,
         known=known,
         rest=rest_N,
         last=last_N,
     )
+    blocks = blocks_for(ids)
+    in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")
+    in_turn(blocks, word_blocks, word_blocks, blocks, look_up=look_up)
     return FoundRows(places_N, rows_N, narrow_N, known, last_N)
 
 

@@ -24,11 +24,24 @@ struct Numbers {  // of a look-up
     Found found[1];    // of each span
 };
 
+// Words and numbers are 0 before. Behind the words is the number of blocks that have finished, for
+// is_last_block; behind `before` are the sums over the blocks.
 struct LookUp {
+    const long long* ids;
+    long long count;    // of ids
     const Span* spans;
     int tables, ranks;  // ranks = 0: ids are numbers of rows of one rank, in any order
     long long each;     // ids of each table, 0 if they differ
     Numbers* numbers;   // behind those of all spans are the words
+    int* before;        // the number of rows before each word
+    long long* unique;  // the rows, and the same in 32 bits
+    int* narrow;
+    long long* places;  // of each id among the rows; 0 for one that is no row
+    HOST Numbers* readback;   // gets the numbers, in CPU memory
+    long long* known;         // gets the first two
+    OPTIONAL long long* rest; // the list of rows, as long as the ids, if it is to become -1 behind
+                              // the rows, and as a whole if an id is no row
+    OPTIONAL long long* last; // with `rest`, the last id of each row; zeros before
 
     __device__ int parts() const { return tables * max(ranks, 1); }
     __device__ unsigned* words() const { return (unsigned*)(numbers->found + parts()); }
@@ -59,26 +72,24 @@ struct LookUp {
 };
 
 // The unique rows of ids, by rank and sorted, and the place of each id among them, by four
-// kernels. Words and numbers are 0 before. `count_ids` and `list_ids` have a thread for each word;
-// behind the words is the number of blocks that have finished, for is_last_block, and behind
-// `before`, the number of rows before each word, are the sums over the blocks.
+// kernels in turn. `count_ids` and `list_ids` have a thread for each word.
 
 // Set the bits of the rows.
-extern "C" __global__ void mark_ids(const long long* ids, long long count, LookUp look_up) {
+extern "C" __global__ void mark_ids(LookUp look_up) {
     unsigned* words = look_up.words();
-    each_thread(count, [&](long long i) {
+    each_thread(look_up.count, [&](long long i) {
         long long word;
         unsigned bit;
-        if (look_up.find_bit(ids[i], i, &word, &bit))
+        if (look_up.find_bit(look_up.ids[i], i, &word, &bit))
             if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
     });
 }
 
 // Count the rows: prefix sums over blocks.
-extern "C" __global__ void count_ids(LookUp look_up, int* before) {
+extern "C" __global__ void count_ids(LookUp look_up) {
     unsigned* words = look_up.words();
     unsigned* done = words + threads();
-    int* counts = before + threads();
+    int* counts = look_up.before + threads();
     int count;
     sum_before(warp_sum(__popc(words[thread_id()])), &count);
     if (threadIdx.x == 0) counts[blockIdx.x] = count;
@@ -89,9 +100,9 @@ extern "C" __global__ void count_ids(LookUp look_up, int* before) {
     *done = 0;
 }
 
-// List the rows, unless an id is no row. narrow: the list in 32 bits.
-extern "C" __global__ void list_ids(
-    LookUp look_up, int* before, long long* unique, int* narrow) {
+// List the rows, unless an id is no row.
+extern "C" __global__ void list_ids(LookUp look_up) {
+    int* before = look_up.before;
     const long long word = thread_id();
     const int at = find_first(
         look_up.parts(), [&](int s) { return look_up.spans[s + 1].first_word <= word; });
@@ -108,33 +119,30 @@ extern "C" __global__ void list_ids(
         if (!valid) return;
         const long long row = position - 32 * span.first_word;
         const long long numbered = span.first_row + row;
-        unique[n] = numbered;
-        narrow[n] = numbered;
+        look_up.unique[n] = numbered;
+        look_up.narrow[n] = numbered;
         if (row == span.padding) found->padding = n + 1;
     });
 }
 
-// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to
-// `readback`, in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as
-// long as the ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with
-// `rest`, the last id of each row; zeros before.
-extern "C" __global__ void place_ids(
-    const long long* ids, long long count, LookUp look_up, const int* before, long long* places,
-    HOST Numbers* readback, long long* known, OPTIONAL long long* rest, OPTIONAL long long* last) {
+// Find the places of the ids, and copy the numbers.
+extern "C" __global__ void place_ids(LookUp look_up) {
     const Numbers* numbers = look_up.numbers;
+    Numbers* readback = look_up.readback;
     const unsigned* words = look_up.words();
     const long long listed = numbers->wrong ? 0 : numbers->unique;
-    each_thread(count, [&](long long i) {
-        if (rest && i >= listed) rest[i] = -1;
+    each_thread(look_up.count, [&](long long i) {
+        if (look_up.rest && i >= listed) look_up.rest[i] = -1;
         long long word;
-        unsigned bit;
-        const bool is_row = look_up.find_bit(ids[i], i, &word, &bit);
-        places[i] = is_row ? before[word] + __popc(words[word] & below(bit)) : 0;
-        if (rest) atomicMax(last + places[i], i);
+        unsigned bit, place = 0;
+        if (look_up.find_bit(look_up.ids[i], i, &word, &bit))
+            place = look_up.before[word] + __popc(words[word] & below(bit));
+        look_up.places[i] = place;
+        if (look_up.rest) atomicMax(look_up.last + place, i);
     });
     each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
-        known[0] = readback->unique = numbers->unique;
-        known[1] = readback->wrong = numbers->wrong;
+        look_up.known[0] = readback->unique = numbers->unique;
+        look_up.known[1] = readback->wrong = numbers->wrong;
     }
 }

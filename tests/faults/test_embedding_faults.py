@@ -26,7 +26,7 @@ from tests.support.embeddings import (
 from tests.support.processes import run_python
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.rows.checkpoint import Checkpoints
-from w2v.rows.embedding import find
+from w2v.rows.embedding import announced
 from w2v.rows.moves import TorchPlanner
 from w2v.rows.table import normal
 
@@ -280,7 +280,7 @@ def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew(kind):
 def test_the_ids_of_one_table_need_no_list(key):
     _, (table, optimizer) = cached_pair()
     for batch in optimizer.pages(ids_of([1, 2, 3], [4, 5, 6]), key):
-        assert find(table._table, batch["ids"]) is table._table.announced
+        assert announced(table._table, batch["ids"]) is not None
 
 
 def test_bad_arguments_of_pages_are_refused():

@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
 from w2v.rows.group import Function
-from w2v.rows.lookup import ComputedVectors, Identity, Ids, RowPage, as_tensor, stacked
+from w2v.rows.lookup import Identity, Ids, RowPage, as_tensor, stacked
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable
 from w2v.rows.shard import RoutedLookUp, look_up_alone
@@ -198,7 +198,10 @@ class PagedRows(nn.Module):
 
     @property
     def _weight(self) -> PagedWeight:
-        weight = self.weight
+        # Several times faster than `self.weight`, by which rows of a process group are found.
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight
         if not isinstance(weight, PagedWeight):
             kind = type(weight).__name__
             raise TypeError(f"weight was replaced by a {kind}; w2v.unpage gives a plain module")
@@ -640,8 +643,11 @@ def announced(table: PagedTable, ids: Ids) -> RowPage | None:
     return page
 
 
-def find(table: PagedTable, ids: Ids) -> RowPage:
-    """Look up ids, and begin to bring their rows."""
+def find(table: PagedTable, ids: Ids, page: RowPage | None) -> RowPage:
+    """Look up ids, and begin to bring their rows.
+
+    `page`: the look-up, if they were read ahead.
+    """
     dist = torch.distributed
     if table.trains and table.shares_no_rows and dist.is_available() and dist.is_initialized():
         parallel = nn.parallel.DistributedDataParallel
@@ -653,8 +659,7 @@ def find(table: PagedTable, ids: Ids) -> RowPage:
                 "its own; make it with process_group=torch.distributed.group.WORLD"
             )
     table.check_views()
-    page = announced(table, ids)  # whose rows are there, unless other uses have evicted them
-    if page is None:
+    if page is None:  # else its rows are there, unless other uses have evicted them
         if table.ranks.size > 1:
             page = look_up_alone(table, ids)
         else:
@@ -673,9 +678,9 @@ def fetch(weight: PagedWeight, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
     """
     table = weight.table
     with table.store.lock:
-        page = find(table, ids)
+        page = find(table, ids, announced(table, ids))
         if isinstance(page.look_up, RoutedLookUp):
-            page.look_up.fetch(page.index)
+            page.look_up.fetch([page])
             weight_UD, places_N, padding = page.look_up.part(page.index)
         else:
             page, weight_UD = table.read(page)
@@ -715,29 +720,27 @@ def fused_vectors(weight: PagedWeight, ids: Ids, offsets: Tensor | None = None) 
     """
     table = weight.table
     with table.store.lock:
-        if table.trains and (read_ahead := announced(table, ids)) is not None:
+        read_ahead = announced(table, ids)
+        if read_ahead is not None and table.trains:
             kept = read_ahead.take_vectors(weight.version, offsets)
             if kept is not None:
                 return kept
-        page = find(table, ids)
+        page = find(table, ids, read_ahead)
         look_up, bags = page.look_up, _bags(table, page.shape, offsets)
         if not table.trains:
-            look_up.fetch(page.index)
+            look_up.fetch([page])
             return page.in_shape(look_up.vectors(page.index, bags), bags)
         uses = _tables_to_compute(weight, page, bags)
         bags = bags and bags._replace(tables=len(uses))
-        for _, its_page in uses:
-            look_up.fetch(its_page.index)
+        look_up.fetch([its_page for _, its_page in uses])
         computed = _KernelVectors.apply(uses, bags, *(user.leaf for user, _ in uses))
-        seen = Identity(offsets)
+        if len(uses) == 1:
+            return page.in_shape(computed[0], bags)
+        look_up.offsets = Identity(offsets)
         for (user, its_page), vectors_ND in zip(uses, computed, strict=True):
-            vectors = its_page.in_shape(vectors_ND, bags)
-            if its_page is page:
-                own = vectors
-            else:
-                of_user = ComputedVectors(vectors, user.version, seen)
-                look_up.computed[its_page.index] = of_user
-        return own
+            look_up.computed[its_page.index] = its_page.in_shape(vectors_ND, bags), user.version
+        vectors, _ = look_up.computed.pop(page.index)
+        return vectors
 
 
 def _launch_key(table: PagedTable, page: RowPage) -> Any:
@@ -754,16 +757,18 @@ def _tables_to_compute(weight: PagedWeight, page: RowPage, bags: Bags | None) ->
 
     Bags are summed together until offsets of tables are found to differ.
     """
-    look_up, table = page.look_up, weight.table
+    look_up, table, alone = page.look_up, weight.table, [(weight, page)]
     bags_differ = bags and table.store.group.bags_differ
-    if page is table.announced and not look_up.is_computed and not bags_differ:
-        look_up.is_computed = True
-        weights = [each.weight() for each in look_up.tables if each.trains]
-        uses = [(each, each.table.announced) for each in weights if each is not None]
-        keys = {_launch_key(each.table, its_page) for each, its_page in uses}
-        if len(uses) == len(look_up.tables) and len(keys) == 1:
-            return uses
-    return [(weight, page)]
+    if page is not table.announced or look_up.is_computed or bags_differ:
+        return alone
+    look_up.is_computed = True
+    key, uses = _launch_key(table, page), []
+    for each in look_up.tables:
+        its_weight, its_page = each.weight(), each.announced
+        if not each.trainable or its_weight is None or _launch_key(each, its_page) != key:
+            return alone
+        uses.append((its_weight, its_page))
+    return uses
 
 
 def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,14 +18,6 @@ from w2v.rows import ops
 from w2v.rows.group import Member, RowGroup, outside_inference
 from w2v.rows.link import current_stream
 from w2v.rows.ops import Bags
-
-
-class ComputedVectors(NamedTuple):
-    """Vectors of a table that were computed with those of others."""
-
-    vectors: Tensor
-    version: tuple[int, int]  # of the table
-    offsets: Identity  # of the bags
 
 
 class LookUp:
@@ -45,7 +37,9 @@ class LookUp:
         paddings: The place of each table's padding row; set by `wait`.
         is_computed: Whether it was seen if the vectors of all tables are computed together.
         tables: The tables, if their ids were read ahead.
-        computed: Those vectors that have not been used yet, by index of their table.
+        computed: Those vectors that have not been used yet, by index of their table, and its
+            version.
+        offsets: Of the bags of these.
         sums: Sums of gradients, by index of the tables that have some.
     """
 
@@ -55,7 +49,10 @@ class LookUp:
     begins: list[int]
     paddings: list[int | None]
     is_computed = False
-    _sums_UD: Tensor  # of all tables, once there are some; U rows or more
+    offsets: Identity
+    _rows_U: Tensor | None = None  # once the CPU knows their number
+    _sums_UD: Tensor  # of all tables, once there are some
+    _memory_UD: Tensor | None = None  # with these, if it is longer
     _parts: Sequence[Tensor] = ()  # of these, by table
     _readback: Readback | None = None  # numbers by span, until the CPU has read them
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
@@ -70,7 +67,7 @@ class LookUp:
         are_rows: bool = False,
     ):
         self.group, self.spans = group, spans
-        self.computed: dict[int, ComputedVectors] = {}
+        self.computed: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self.tables: list[Any] = []
         self.sums: dict[int, Tensor] = {}
         ids = [_checked(each) for each in given]
@@ -149,26 +146,36 @@ class LookUp:
         Raises:
             IndexError: An id is not a row.
         """
-        if self._readback:  # of what `ops.find_rows` reports
-            count, is_wrong, *of_spans = self._readback.read()
-            self._readback = None
-            begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
-            self.begins = [*begins, count]
-            tables = len(self.spans)
-            ends = [max(places[table::tables]) for table in range(tables)]  # a span for each rank
-            self.paddings = [end - 1 if end else None for end in ends]
-            if is_wrong:
-                # With several ranks, the spans of the first one have the limits of all ids.
-                limits = zip(self.spans, leasts, greatests, strict=False)
-                self._wrong = next(
-                    (least or greatest, span.rows)
-                    for span, least, greatest in limits
-                    if least or greatest
-                )
-        if self._wrong:
-            wrong, rows = self._wrong
-            raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
-        return self.rows_N[: self.begins[-1]]
+        if self._rows_U is None:
+            if not self.is_valid():
+                wrong, rows = self._wrong or (0, 0)
+                raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
+            self._rows_U = self.rows_N[: self.begins[-1]]
+        return self._rows_U
+
+    def is_valid(self) -> bool:
+        """Wait for the unique rows; return whether all ids are rows."""
+        if self._readback:
+            self._read(self._readback)
+        return self._wrong is None
+
+    def _read(self, readback: Readback) -> None:
+        """Read what `ops.find_rows` reports."""
+        count, is_wrong, *of_spans = readback.read()
+        self._readback = None
+        begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
+        self.begins = [*begins, count]
+        tables = len(self.spans)
+        ends = [max(places[table::tables]) for table in range(tables)]  # a span for each rank
+        self.paddings = [end - 1 if end else None for end in ends]
+        if is_wrong:
+            # With several ranks, the spans of the first one have the limits of all ids.
+            limits = zip(self.spans, leasts, greatests, strict=False)
+            self._wrong = next(
+                (least or greatest, span.rows)
+                for span, least, greatest in limits
+                if least or greatest
+            )
 
     def places_of(self, index: int | None) -> Tensor:
         """Return the places of a table's ids; None: of all."""
@@ -176,8 +183,8 @@ class LookUp:
             return self.places_N
         return self.places_N[self._edges[index] : self._edges[index + 1]]
 
-    def fetch(self, index: int) -> None:
-        """Get a table's weights, if other ranks own them."""
+    def fetch(self, pages: Sequence[RowPage]) -> None:
+        """Get the weights of tables, if other ranks own them."""
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
         """Return weights on the compute device, and the slots of the rows in them."""
@@ -214,32 +221,32 @@ class LookUp:
         """Return the sums of all tables, which are 0 where nothing is pending."""
         if not self._parts:
             self._sums_UD, self._parts = self.new_sums()
-        sums_UD = self._sums_UD[: self.begins[-1]]
         for table, sum_UD in pending.items():
             if table not in self.sums:
                 self.sums[table] = self._parts[table]
             elif sum_UD is not self.sums[table]:  # it was dropped
                 for begin, end in self.pieces(table):
-                    sums_UD[begin:end].zero_()
-        return sums_UD
+                    self._sums_UD[begin:end].zero_()
+        return self._sums_UD
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """Return where a table's rows begin and end, for each of several ranks."""
         return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
     def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return zeros for all rows or more, and those of each table."""
-        sums_UD = self.group.zeros(self.begins[-1])
+        """Return zeros for all rows, and those of each table."""
+        self._memory_UD = self.group.zeros(self.begins[-1])
+        sums_UD = self._memory_UD[: self.begins[-1]]
         sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
-        return sums_UD, sums_UD[: self.begins[-1]].split_with_sizes(sizes)
+        return sums_UD, sums_UD.split_with_sizes(sizes)
 
-    def take_sums(self) -> tuple[Tensor, Tensor]:
+    def take_sums(self) -> tuple[Tensor, Tensor | None]:
         """Return the sums and their memory, and begin anew."""
-        memory_UD = self._sums_UD
+        taken = self._sums_UD, self._memory_UD
         del self._sums_UD
-        self._parts = ()
+        self._memory_UD, self._parts = None, ()
         self.sums.clear()
-        return memory_UD[: self.begins[-1]], memory_UD
+        return taken
 
     @property
     def own(self) -> LookUp:
@@ -317,15 +324,18 @@ class RowPage:
 
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return vectors in the shape of the ids; those of bags as they are."""
-        return vectors_ND if bags else vectors_ND.view(*self.shape, vectors_ND.shape[1])
+        if bags or len(self.shape) == 1:
+            return vectors_ND
+        return vectors_ND.view(*self.shape, vectors_ND.shape[1])
 
     def take_vectors(self, version: tuple[int, int], offsets: Tensor | None) -> Tensor | None:
         """Return kept vectors, if weights and offsets are still the same."""
-        kept = self.look_up.computed.pop(self.index, None)
-        if kept is None or kept.version != version:
+        look_up = self.look_up
+        vectors, computed_at = look_up.computed.pop(self.index, (None, None))
+        if vectors is None or computed_at != version:
             return None
-        if kept.offsets.matches(offsets):
-            return kept.vectors
+        if look_up.offsets.matches(offsets):
+            return vectors
         self.store.group.bags_differ = True
         return None
 
@@ -361,11 +371,14 @@ def prefetch(
     soon: Sequence[LookUp] = (),
     part: int | None = None,
 ) -> None:
-    """Begin to bring the rows of a page, as `CachedLink.prefetch`."""
+    """Begin to bring the rows of a page, as `CachedLink.prefetch`.
+
+    Wrong ids are refused by `wait`, when they are used.
+    """
     if not group.caches:
         return
     with group.lock:
-        lists = [look_up.wait() for look_up in look_ups if look_up.layout is group.layout]
+        lists = [its.wait() for its in look_ups if its.layout is group.layout and its.is_valid()]
         later = [(its.rows_N, its.known) for its in soon if its.layout is group.layout]
         for cache in group.caches:
             cache.prefetch(lists, later, part)

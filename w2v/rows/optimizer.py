@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -505,14 +504,10 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
 def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     """Begin to bring the rows of some batches of a window as one page."""
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
-    for number, (_, _, its_look_ups) in enumerate(itertools.islice(window, first, None)):
-        for owned in [look_up.own for look_up in its_look_ups if look_up.group.caches]:
-            look_ups, soon = pages.setdefault(owned.group, ([], []))
-            if number >= count:
-                soon.append(owned)
-                continue
-            with contextlib.suppress(IndexError):  # it is raised when it is due
-                owned.wait()
-                look_ups.append(owned)
+    for number, batch in enumerate(itertools.islice(window, first, None)):
+        for look_up in batch.look_ups:
+            if look_up.group.caches:
+                look_ups, soon = pages.setdefault(look_up.group, ([], []))
+                (look_ups if number < count else soon).append(look_up.own)
     for group, (look_ups, soon) in pages.items():
         lookup.prefetch(group, look_ups, soon)

@@ -250,7 +250,7 @@ class PagedTable:
         self.page = page
         if page.records is not None:
             self.parameter.data = page.records[:, : self.embedding_dim]
-        elif len(self.parameter):  # they are of a page before
+        elif self.parameter.shape[0]:  # they are of a page before
             self.parameter.data = self.parameter.data[:0]
         self.parameter.grad_UD = grad_UD
 
@@ -603,21 +603,24 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                 key = page.found
             by_look_up.setdefault(key, []).append((table, page, grad_UD))
     for key, its_tables in by_look_up.items():
-        stores = [table.store for table, _, _ in its_tables]
-        group = stores[0].group
+        first, _, _ = its_tables[0]
+        group = first.store.group
         with group.lock:
-            for store in stores:
-                store.table.begin_step()
-            counts = [optimizer.count_step(store.table) for store in stores]
-            seeds = [store.table.next_rounding_seed() for store in stores]
-            grads = {page.index: grad for _, page, grad in its_tables if page.found}
-            # Gradients are scaled and clipped in place: they are the same tensors.
-            has_all = isinstance(key, LookUp) and all(
-                grads.get(index) is key.sums.get(index, key) for index in range(len(key.spans))
-            )
-            if isinstance(key, LookUp) and has_all and len(set(counts)) == 1:
-                sums_UD, memory_UD = key.take_sums()
-                rows = key.wait(), key.narrow_N, key.known
+            counts, seeds = [], []
+            whole: LookUp | None = None  # whose gradients are all that there are
+            if isinstance(key, LookUp) and len(its_tables) == len(key.spans):
+                whole = key
+            for table, page, grad_UD in its_tables:
+                records = table.store.table
+                records.begin_step()
+                counts.append(optimizer.count_step(records))
+                seeds.append(records.next_rounding_seed())
+                # Gradients are scaled and clipped in place: they are the same tensors.
+                if whole and whole.sums.get(page.index) is not grad_UD:
+                    whole = None
+            if whole and len(set(counts)) == 1:
+                sums_UD, memory_UD = whole.take_sums()
+                rows = whole.wait(), whole.narrow_N, whole.known
                 group.step(optimizer, counts[0], seeds[0], sums_UD, lr, *rows)
                 group.zeros_UD = memory_UD  # the step has made the sums 0
             else:

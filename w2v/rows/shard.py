@@ -99,10 +99,11 @@ class RoutedLookUp(LookUp):
             weights.append(weight_LD)
         return torch.cat(weights).index_select(0, self.own.places_N)
 
-    def fetch(self, index: int) -> None:
-        if index not in self.unused:  # other uses of the same ids borrow anew
-            borrow(self.batch or [self])
-        self.unused.remove(index)
+    def fetch(self, pages: Sequence[RowPage]) -> None:
+        for page in pages:
+            if page.index not in self.unused:  # other uses of the same ids borrow anew
+                borrow(self.batch or [self])
+            self.unused.remove(page.index)
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
         return self.weights_UD, None

@@ -426,6 +426,8 @@ def _call_hook(
 
 def _on_gradient(weight: PagedWeight) -> None:
     """Take the gradient of a backward pass."""
+    if OWN_GRAD.__get__(weight) is None:  # it went to the table
+        return
     if weight.table.has_optimizer:
         weight.table.check_gradient()
         weight.pass_gradient()

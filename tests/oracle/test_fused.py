@@ -70,6 +70,20 @@ def test_fused_tables_equal_those_of_torch(shape, paddings, ahead, unused):
         torch.testing.assert_close(mine.weight, its.weight.detach(), rtol=1e-4, atol=1e-4)
 
 
+def test_bags_of_the_first_table_may_begin_elsewhere():
+    ours, theirs = modules(True, (None,) * 3, mode="sum")
+    paged = PagedOptimizer(ours, "SGD", lr=LR, fused=True)
+    ids = [torch.randint(rows, (9,)) for rows in SIZES]
+    first, others = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 5])
+    offsets = [first, others, others]
+    for _ in paged.pages([ids], [0, 1, 2]):
+        seen = [
+            [table(its, begins) for table, its, begins in zip(tables, ids, offsets, strict=True)]
+            for tables in (ours, theirs)
+        ]
+    torch.testing.assert_close(*seen)
+
+
 @each_case("dim", [0, 1, 2])
 def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, monkeypatch):
     seen = []

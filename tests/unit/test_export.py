@@ -1,5 +1,6 @@
 """Saved vectors are gensim's; readers never see a half-written file."""
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from tests.support.rank_threads import checked, together
 from w2v.rows.table import Table
+from w2v.system.files import synced_file
 from w2v.text.vocab import Vocab
 from w2v.vectors import export
 from w2v.vectors.load import ARRAY, VOCAB, load, load_words
@@ -271,12 +273,18 @@ def test_a_full_disk_is_raised_after_all_ranks_have_sent(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
-def test_a_failed_export_leaves_no_file_open(tmp_path, monkeypatch):
-    def fail(path, parts):
-        next(parts), next(parts)
-        raise OSError("No space left on device")
+@pytest.mark.parametrize("failing", [ARRAY, "vectors.bin"])
+def test_a_failed_export_leaves_no_file_open(tmp_path, monkeypatch, failing):
+    @contextlib.contextmanager
+    def filled(path):
+        def fail(part):
+            raise OSError("No space left on device")
 
-    monkeypatch.setattr(export, "write_synced", fail)
+        with synced_file(path) as write:
+            writers = iter([write] * 2)
+            yield write if path.name != failing else lambda part: next(writers, fail)(part)
+
+    monkeypatch.setattr(export, "synced_file", filled)
     vocab = Vocab(WORDS, np.array([90, 40, 40, 7, 6, 5]), 188, 6)
     blocks = iter([np.zeros((3, 5), np.float32)] * 2)
     with pytest.raises(OSError, match="No space left") as caught:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,7 +54,7 @@ def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) ->
     return [*map_in_order(threads, function, items)]
 
 
-def map_in_order(workers: int, function: Callable, items: Iterable) -> Iterator[Any]:
+def map_in_order(workers: int, function: Callable, items: Iterable) -> Generator[Any]:
     """Call a function with each item in threads; yield the results in order.
 
     At most four calls a thread wait, run or have results that wait, which bounds the memory.

@@ -1,10 +1,11 @@
 """Encode text as word ids, on all cores.
 
-Threads take turns to read a block of text. Each numbers the words of its blocks in a table of its
-own; the numbers go to a temporary file. Tables are merged when they are large, and at the end,
-which gives each word a code. Then frequent pairs of words may be joined (see `phrases`), the
-vocabulary is selected, and threads replace numbers by ids: a number in a thread's table leads to a
-code, and that to the word's row in the vocabulary, its id.
+Each thread reads a part of the text, block by block, as neighboring blocks share rare words. A text
+that is not plain has one part, whose blocks threads read in turn. Each numbers the words of its
+blocks in a table of its own; the numbers go to a temporary file. Tables are merged when they are
+large, and at the end, which gives each word a code. Then frequent pairs of words may be joined (see
+`phrases`), the vocabulary is selected, and threads replace numbers by ids: a number in a thread's
+table leads to a code, and that to the word's row in the vocabulary, its id.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each
@@ -17,7 +18,9 @@ import codecs
 import contextlib
 import itertools
 import logging
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +40,7 @@ from w2v.text.splitting import EMOJI, PICTURE, opened_words, splitter
 from w2v.text.tokenize import MergedWords, WordTable
 from w2v.text.vocab import Vocab
 
-BLOCK_BYTES = 1 << 20  # of text, read and numbered at a time
+BLOCK_BYTES = 1 << 21  # of text, read and numbered at a time
 TABLE_WORDS = 1 << 18  # of one thread, before they are merged
 MAX_WORD_BYTES = 40_000  # 10,000 characters of four bytes; a file with a longer word is no text
 # Of a block with the beginning of its first word, which may be in the one before, and padding.
@@ -152,10 +155,19 @@ class NumberedBlock(NamedTuple):
         return self.table.codes[self.numbers()]
 
 
+class Piece(NamedTuple):
+    """What one thread at a time reads of a file: all, or some of its bytes."""
+
+    path: Path
+    found: Format
+    start: int = 0
+    end: int = 0  # after a space; 0 is the end of the file
+
+
 class TextBlock(NamedTuple):
     """A block of text in the buffer of a thread."""
 
-    order: int  # its place among all blocks
+    first: int  # bytes of the text before it, with a line end after each file
     path: Path
     size: int  # bytes
 
@@ -173,36 +185,34 @@ def _number_words(
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
     formats = [recognize(path, settings) for path in files]
+    pieces = [Piece(path, found) for path, found in zip(files, formats, strict=True)]
+    readers = [_Reader(pieces, settings)]
     size = 0
     if all(found.is_plain for found in formats) and not splitter(settings):
         size = sum(path.stat().st_size for path in files)
-    reader = _Reader(list(zip(files, formats, strict=True)), settings)
+        readers = _split(pieces, settings, workers)
     coded_texts = [CodedText(folder) for _ in range(workers)]
-    numbered: dict[int, NumberedBlock] = {}  # by the order of blocks
+    numbered: dict[int, NumberedBlock] = {}  # by `TextBlock.first`
     stopped = threading.Event()
 
     def number_blocks(worker: int, progress: Callable[[int], None]) -> None:
         coded = coded_texts[worker]
-        table = ThreadTable()
         buffer = np.empty(BUFFER_BYTES, np.uint8)
         numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
         try:
-            while not stopped.is_set() and (block := reader.read(buffer)):
-                order, path, size = block
-                # Merged when large, which bounds memory and keeps the table in caches.
-                if table.words.size > TABLE_WORDS:
-                    table.merge(merged)
-                    table = ThreadTable()
-                progress(size)
-                if not buffer[:size].all():
-                    raise binary_error(path, "a NUL byte")
-                text, size, broken = _clean(buffer, size, settings)
-                words = tokenize.number_words(text, size, order << 32, table.words, numbers)
-                if words.longest > MAX_WORD_BYTES:
-                    raise binary_error(path, LONG_WORD)
-                place = coded.append(words.numbers)
-                numbered[order] = NumberedBlock(coded, place, table, path, broken)
-            table.merge(merged)
+            # Its own part first, then what is left of the others'.
+            for reader in readers[worker:] + readers[:worker]:
+                table = ThreadTable()
+                while not stopped.is_set() and (block := reader.read(buffer)):
+                    # Merged when large, which bounds memory and keeps the table in caches.
+                    if table.words.size > TABLE_WORDS:
+                        table.merge(merged)
+                        table = ThreadTable()
+                    progress(block.size)
+                    words, broken = _number_block(buffer, block, settings, table, numbers)
+                    place = coded.append(words)
+                    numbered[block.first] = NumberedBlock(coded, place, table, block.path, broken)
+                table.merge(merged)
         finally:
             stopped.set()  # no block is left, or the text is refused
 
@@ -211,7 +221,7 @@ def _number_words(
             list(pool.map(number_blocks, range(workers), itertools.repeat(progress)))
         finally:  # a signal
             stopped.set()
-    blocks = [numbered[order] for order in sorted(numbered)]
+    blocks = [numbered[first] for first in sorted(numbered)]
     for path, of_file in itertools.groupby(blocks, lambda block: block.path):
         _check_encoding(path, list(of_file), settings)
     return blocks
@@ -237,12 +247,66 @@ def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusCon
     log.warning(f"{broken}; each became U+FFFD")
 
 
-class _Reader:
-    """Blocks of text files, read in order by one thread at a time."""
+def _number_block(
+    buffer: np.ndarray,
+    block: TextBlock,
+    settings: CorpusConfig,
+    table: ThreadTable,
+    numbers: np.ndarray,
+) -> tuple[np.ndarray, Broken]:
+    """Return the number of each word of a block, which are in `numbers`."""
+    if not buffer[: block.size].all():
+        raise binary_error(block.path, "a NUL byte")
+    text, size, broken = _clean(buffer, block.size, settings)
+    words = tokenize.number_words(text, size, block.first, table.words, numbers)
+    if words.longest > MAX_WORD_BYTES:
+        raise binary_error(block.path, LONG_WORD)
+    return words.numbers, broken
 
-    def __init__(self, files: Sequence[tuple[Path, Format]], settings: CorpusConfig):
+
+def _split(pieces: Sequence[Piece], settings: CorpusConfig, workers: int) -> list[_Reader]:
+    """Return readers of about equal parts of plain text, one for each thread."""
+    sizes = [piece.path.stat().st_size for piece in pieces]
+    share = max(BLOCK_BYTES, -(-sum(sizes) // workers))
+    readers = []
+    part: list[Piece] = []
+    room = share
+    first = 0  # of the part, as of a block
+    done = 0  # bytes of the text, with line ends
+    for (path, found, start, _), size in zip(pieces, sizes, strict=True):
+        while room < size - start and (end := _after_space(path, start + room)) < size:
+            readers.append(_Reader([*part, Piece(path, found, start, end)], settings, first))
+            done += end - start
+            first = done
+            start = end
+            part = []
+            room = share
+        part.append(Piece(path, found, start))
+        done += size - start + 1
+        room = max(0, room - (size - start))
+    return [*readers, _Reader(part, settings, first)]
+
+
+def _after_space(path: Path, start: int) -> int:
+    """Return the byte after the next space of a file.
+
+    It is the end of the file if there is no space in ASCII nearby.
+    """
+    with open(path, "rb") as file:
+        file.seek(start)
+        found = re.search(rb"[ \n\t]", file.read(MAX_WORD_BYTES))
+        return start + found.end() if found else file.seek(0, os.SEEK_END)
+
+
+class _Reader:
+    """Blocks of text, read in order by one thread at a time.
+
+    first: that of the first block.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], settings: CorpusConfig, first: int = 0):
         self._lock = threading.Lock()
-        self._blocks = self._read(files, settings)
+        self._blocks = self._read(pieces, settings, first)
 
     def read(self, buffer: np.ndarray) -> TextBlock | None:
         """Read a block into the buffer; return None after the last one."""
@@ -251,25 +315,42 @@ class _Reader:
             return next(self._blocks, None)
 
     def _read(
-        self, files: Sequence[tuple[Path, Format]], settings: CorpusConfig
+        self, pieces: Sequence[Piece], settings: CorpusConfig, first: int
     ) -> Iterator[TextBlock]:
-        order = itertools.count()
-        for path, found in files:
-            with opened_words(path, settings, found) as file:
-                rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-                while True:
-                    memory = memoryview(self._buffer)
-                    memory[: len(rest)] = rest
-                    read = file.readinto(memory[len(rest) : len(rest) + BLOCK_BYTES])
-                    size = len(rest) + read
-                    if not read:  # a line ends with its file
+        for piece in pieces:
+            for size in self._read_piece(piece, settings):
+                yield TextBlock(first, piece.path, size)
+                first += size
+
+    def _read_piece(self, piece: Piece, settings: CorpusConfig) -> Iterator[int]:
+        """Yield the size of each block in the buffer."""
+        path, found, start, end = piece
+        with opened_words(path, settings, found) as file:
+            rest = b""
+            left = (end or sys.maxsize) - start
+            if start:
+                file.seek(start)
+            else:
+                head = file.read(min(left, len(codecs.BOM_UTF8)))
+                left -= len(head)
+                rest = head.removeprefix(codecs.BOM_UTF8)
+            while True:
+                memory = memoryview(self._buffer)
+                memory[: len(rest)] = rest
+                read = file.readinto(memory[len(rest) : len(rest) + min(left, BLOCK_BYTES)])
+                left -= read
+                size = len(rest) + read
+                if not read:
+                    if not end:  # a line ends with its file
                         memory[size] = tokenize.NEWLINE
-                        yield TextBlock(next(order), path, size + 1)
-                        break
-                    last = bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size])
-                    rest = _last_word(last, path)
-                    if size > len(rest):
-                        yield TextBlock(next(order), path, size - len(rest))
+                        size += 1
+                    if size:
+                        yield size
+                    break
+                last = bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size])
+                rest = _last_word(last, path)
+                if size > len(rest):
+                    yield size - len(rest)
 
 
 def _last_word(text: bytes, path: Path) -> bytes:

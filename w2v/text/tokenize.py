@@ -131,18 +131,22 @@ class MergedWords:
         One more follows at the end, so that the code of LINE_END is LINE_END.
         """
         codes = np.full(table.size + 1, LINE_END, np.int32)
+        if not table.size:
+            return codes
         keys, values = table.slots[table.slots[:, 1] > 0].T
         partitions = np.empty(table.size, np.uint8)
         hashes = (keys ^ keys >> HALF) * FACTOR >> TOP
         partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
         order, bounds = _grouped(partitions)
+        # Counted for all partitions at once: in the loop, each call would wait for the GIL.
+        ends = np.cumsum(np.diff(table.starts[: table.size + 1])[order])
+        chunks = np.diff(np.append(0, ends)[bounds]).tolist()
         first = next(self._first)
         for partition in ((first + place) % PARTITIONS for place in range(PARTITIONS)):
             merged = self._tables[partition]
             numbers = order[bounds[partition] : bounds[partition + 1]]
             with self._locks[partition]:
-                chunks = (table.starts[numbers + 1] - table.starts[numbers]).sum()
-                merged.reserve(len(numbers), int(chunks))
+                merged.reserve(len(numbers), chunks[partition])
                 merged.size = _merge(
                     numbers, table.arrays, merged.arrays, merged.size, partition, codes
                 )

@@ -9,16 +9,17 @@ import os
 import pickle
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from w2v.system.files import TEMPORARY_SUFFIX, hash_file, sync, write_synced
+from w2v.system.files import TEMPORARY_SUFFIX, hash_file, sync, synced_file, write_synced
+from w2v.system.process import map_in_order
 from w2v.vectors import convert, fasttext, manifest
 from w2v.vectors.load import ARRAY, NGRAMS, OWN, SUBWORD_CLASS, VOCAB, VectorsError
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 FASTTEXT = "vectors.fasttext.bin"
 BLOCK_BYTES = 8 << 20  # of vectors on their way from the tables to the files
-EXPORT_BYTES = 4 * BLOCK_BYTES  # most memory of an export, but for the words
+EXPORT_BYTES = 8 * BLOCK_BYTES  # most memory of an export, but for the words
 
 
 class Composed(NamedTuple):
@@ -133,16 +134,12 @@ def save_run(
     try:
         with _new_files(folder) as new, ThreadPoolExecutor(1) as thread:
             writing = thread.submit(_write_words, new, vocab, dim, composed)
-            with contextlib.ExitStack() as closed:
-                written = blocks
-                if "bin" in formats:
-                    binary = _with_binary(blocks, vocab.words, dim, new / "vectors.bin")
-                    written = closed.enter_context(contextlib.closing(binary))
-                sums = {ARRAY: _write_array(new / ARRAY, len(vocab.words), dim, written)}
+            sums = _write_vectors(new, vocab.words, dim, blocks, "bin" in formats)
             writing.result()
             if composed:
                 _write_subwords(new, vocab, dim, composed, "fasttext" in formats)
-            sums |= {path.name: hash_file(path) for path in new.iterdir() if path.name != ARRAY}
+            others = [path for path in new.iterdir() if path.name not in sums]
+            sums |= {path.name: hash_file(path) for path in others}
             manifest.remove_derived(folder)
             for path in folder.glob(manifest.VECTORS):
                 path.unlink()
@@ -154,23 +151,78 @@ def save_run(
 
 def _write_words(folder: Path, vocab: Vocab, dim: int, composed: Composed | None) -> None:
     """Write the words, for gensim and as text."""
-    (folder / "vectors.kv").write_bytes(_pickled(vocab, dim, composed))
+    with open(folder / "vectors.kv", "wb") as file:
+        _pickle(file, vocab, dim, composed)
     vocab.save(folder / VOCAB)
 
 
-def _write_array(path: Path, rows: int, dim: int, blocks: Iterator[np.ndarray]) -> str:
-    """Write blocks of float32 [n, D] as an .npy file; return its SHA-256."""
-    header, digest = io.BytesIO(), hashlib.sha256()
+def _write_vectors(
+    folder: Path, words: Sequence[str], dim: int, blocks: Iterable[np.ndarray], as_binary: bool
+) -> dict[str, str]:
+    """Write blocks of float32 [n, D] to `ARRAY`, and in word2vec's format.
+
+    Returns SHA-256 checksums by file name.
+    """
+    sums: dict[str, str] = {}
+    with contextlib.ExitStack() as files:
+        write_array = files.enter_context(_hashed_file(folder / ARRAY, sums))
+        write_array(_array_header(len(words), dim))
+        if as_binary:
+            write_binary = files.enter_context(_hashed_file(folder / "vectors.bin", sums))
+            write_binary(f"{len(words)} {dim}\n".encode())
+            remaining = iter(words)
+
+            def write_rows(block_nD: np.ndarray) -> np.ndarray:
+                write_binary(_binary_rows(list(islice(remaining, len(block_nD))), block_nD))
+                return block_nD
+
+            # In a thread, while this one writes the array.
+            blocks = files.enter_context(contextlib.closing(map_in_order(1, write_rows, blocks)))
+        for block_nD in blocks:
+            write_array(block_nD.data)
+    return sums
+
+
+@contextlib.contextmanager
+def _hashed_file(
+    path: Path, sums: dict[str, str]
+) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Yield a function that writes parts; add the file's SHA-256 to `sums`."""
+    digest = hashlib.sha256()
+    with synced_file(path) as write:
+
+        def write_hashed(part: bytes | memoryview) -> None:
+            digest.update(part)
+            write(part)
+
+        yield write_hashed
+    sums[path.name] = digest.hexdigest()
+
+
+def _array_header(rows: int, dim: int) -> memoryview:
+    """Return the beginning of an .npy file of float32."""
+    header = io.BytesIO()
     shape = {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)}
     np.lib.format.write_array_header_1_0(header, shape)
+    return header.getbuffer()
 
-    def parts() -> Iterator[memoryview]:
-        for part in chain([header.getbuffer()], (block_nD.data for block_nD in blocks)):
-            digest.update(part)
-            yield part
 
-    write_synced(path, parts())
-    return digest.hexdigest()
+def _binary_rows(words: Sequence[str], block_nD: np.ndarray) -> memoryview:
+    """Return each word, a space and its vector.
+
+    NumPy joins them without the GIL, for which other threads would wait.
+    """
+    rows_n = block_nD.view(f"V{block_nD.shape[1] * block_nD.itemsize}")[:, 0]
+    # A line feed, which no word holds, is in the place of each vector.
+    text = np.frombuffer(" \n".join([*words, ""]).encode(), np.uint8)
+    ends_n = np.flatnonzero(text == ord("\n"))
+    before_n = np.arange(len(words)) * (rows_n.itemsize - 1)  # bytes that vectors before it add
+    joined = np.empty(len(text) + len(words) * (rows_n.itemsize - 1), np.uint8)
+    joined[np.arange(len(text)) + np.repeat(before_n, np.diff(ends_n, prepend=-1))] = text
+    # A view of a vector from each byte on.
+    windows = np.ndarray(len(joined) - rows_n.itemsize + 1, rows_n.dtype, joined, strides=(1,))
+    windows[ends_n + before_n] = rows_n
+    return joined.data
 
 
 def _write_subwords(
@@ -179,7 +231,8 @@ def _write_subwords(
     """Write what composes vectors of unseen words."""
     subwords = composed.subwords
     min_n, max_n, buckets = subwords.limits
-    _write_array(folder / OWN, subwords.words, dim, composed.own)
+    header = _array_header(subwords.words, dim)
+    write_synced(folder / OWN, chain([header], (block_nD.data for block_nD in composed.own)))
     # Buckets that are not in use have zero vectors.
     shape, done = (buckets, dim), 0
     buckets_BD = np.lib.format.open_memmap(folder / NGRAMS, "w+", np.float32, shape)
@@ -193,8 +246,8 @@ def _write_subwords(
             fasttext.write(file, composed.config, vocab, ngrams, composed.outputs)
 
 
-def _pickled(vocab: Vocab, dim: int, composed: Composed | None = None) -> bytes:
-    """Return the pickle of a KeyedVectors whose vectors are in `ARRAY`.
+def _pickle(file: BinaryIO, vocab: Vocab, dim: int, composed: Composed | None = None) -> None:
+    """Pickle a KeyedVectors whose vectors are in `ARRAY`.
 
     Its class is named by hand, as the import of gensim takes a second.
     """
@@ -220,26 +273,12 @@ def _pickled(vocab: Vocab, dim: int, composed: Composed | None = None) -> bytes:
         state |= {"min_n": min_n, "max_n": max_n, "bucket": buckets, "buckets_word": None}
         state |= {"compatible_hash": True}
         state["__numpys"] = ["vectors", "vectors_vocab", "vectors_ngrams"]
-    made = pickle.GLOBAL + name.replace(" ", "\n").encode() + b"\n"
-    made += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-    pickled = pickle.dumps(state, protocol=3)
-    start = len(pickle.PROTO) + 1
-    return pickled[:start] + made + pickled[start:-1] + pickle.BUILD + pickle.STOP
-
-
-def _with_binary(
-    blocks: Iterator[np.ndarray], words: Sequence[str], dim: int, path: Path
-) -> Generator[np.ndarray]:
-    """Yield blocks, once they are also in a file of word2vec's format."""
-    with open(path, "wb") as file:
-        file.write(f"{len(words)} {dim}\n".encode())
-        first = 0
-        for block_nD in blocks:
-            rows_n = block_nD.view(f"V{4 * dim}")[:, 0].tolist()
-            pairs = zip(words[first : first + len(rows_n)], rows_n, strict=True)
-            file.write(b"".join(f"{word} ".encode() + row for word, row in pairs))
-            first += len(rows_n)
-            yield block_nD
+    file.write(pickle.PROTO + b"\4" + pickle.GLOBAL + name.replace(" ", "\n").encode() + b"\n")
+    file.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+    # Written as it is made: between parts other threads run.
+    pickle.dump(state, file, protocol=4)
+    file.seek(-len(pickle.STOP), os.SEEK_CUR)
+    file.write(pickle.BUILD + pickle.STOP)
 
 
 def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[Path]:

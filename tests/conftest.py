@@ -24,6 +24,8 @@ USUAL_TARGETS = 6  # of a center with five negatives
 
 gc.set_threshold(100_000)  # of new objects: looking at them takes a second of the imports alone
 
+os.environ["W2V_COMMIT"] = "of the tests"  # each run would ask git
+
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -33,7 +35,9 @@ settings.load_profile("repeatable")
 def seeded():
     """Have a test draw the same numbers in each run."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # torch.manual_seed writes its stack down for each kind of device that is not there.
+        for generator in (torch.default_generator, *torch.cuda.default_generators):
+            generator.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
 

@@ -9,6 +9,7 @@ Shapes: V rows of a table, U unique rows, D dimensions, R elements of a record.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
@@ -60,7 +61,7 @@ class RowOptimizer:
     """
 
     def __init__(self, config: OptimizerConfig, may_change: bool = False):
-        found = find_class(config.name)
+        found: Any = find_class(config.name)
         self._class = _without_compiler(found)
         self._args = _arguments(self._class, config)
         self.formula, self._hyper = _fused_formula(found, self._args)
@@ -68,19 +69,13 @@ class RowOptimizer:
         remedy = f"choose one of {' '.join(OPTIMIZERS)}, or other arguments"
         # A state whose initial value is the learning rate (`lr_states`) is stored as 0 until a
         # first step sets it to the rate of that step.
-        self.lr_states: list[str] = []
-        with torch.device("cpu"):  # whatever torch.set_default_device says
-            try:
-                with refused(ConfigError, f"{given} is not row-separable", remedy):
-                    first = _find_state(self._class, self._args, rowwise=bool(self.formula))
-            except AssertionError as error:  # torch asserts what some arguments need
-                reason = one_line(error)
-                raise ConfigError(f"{given} is refused by torch ({reason}); {remedy}") from error
-            if not self.formula:
-                other = _first_state(self._class, self._args | {"lr": 2 * self._args["lr"]})
-                self.lr_states = [key for key in first if not torch.equal(first[key], other[key])]
-        for key in self.lr_states:
-            first[key] = torch.zeros_like(first[key])
+        try:
+            with refused(ConfigError, f"{given} is not row-separable", remedy):
+                args = _Arguments(self._args)
+                first, self.lr_states = _find_state(found, args, rowwise=bool(self.formula))
+        except AssertionError as error:  # torch asserts what some arguments need
+            reason = one_line(error)
+            raise ConfigError(f"{given} is refused by torch ({reason}); {remedy}") from error
         # States of rows, of which some have one number a row, and scalars; with first values.
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
         self._narrow = {key for key, value in first.items() if value.shape[1:] == (1,)}
@@ -246,20 +241,38 @@ class _FirstValues(dict):
             self.first.setdefault(key, torch.as_tensor(value).clone())
 
 
-def _find_state(cls: type[Optimizer], args: dict[str, Any], rowwise: bool) -> dict[str, Tensor]:
-    """Return the first values of the state, by a step; raise if it mixes rows.
+class _Arguments(dict):
+    """Arguments of a constructor that can be the key of a cache."""
 
-    With `rowwise` it is known not to, which saves three quarters of the time.
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+@functools.lru_cache(maxsize=256)
+def _find_state(
+    found: type[Optimizer], args: _Arguments, rowwise: bool
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the first values of the state, and the keys of the rates.
+
+    Rates, states that begin with the learning rate, are returned as 0. All is found by steps, once
+    for equal arguments; raises if a step mixes rows. With `rowwise` it is known not to, which saves
+    three quarters of the time.
     """
-    first = _first_state(cls, args)
-    for key, value in first.items():
-        is_of_rows = value.shape in (SHAPE, (SHAPE[0], 1))
-        is_row_aligned = is_of_rows and bool((value == value[0, 0]).all())
-        if value.dim() and not is_row_aligned:
-            raise RuntimeError(f"its state {key!r} is not aligned with the rows")
-    if not (rowwise or _rows_are_separable(cls, args, first)):
-        raise RuntimeError("the step of a row depends on other rows or on the first step")
-    return first
+    cls = _without_compiler(found)
+    with torch.device("cpu"):  # whatever torch.set_default_device says
+        first = _first_state(cls, args)
+        for key, value in first.items():
+            is_of_rows = value.shape in (SHAPE, (SHAPE[0], 1))
+            is_row_aligned = is_of_rows and bool((value == value[0, 0]).all())
+            if value.dim() and not is_row_aligned:
+                raise RuntimeError(f"its state {key!r} is not aligned with the rows")
+        if rowwise:
+            return first, []
+        if not _rows_are_separable(cls, args, first):
+            raise RuntimeError("the step of a row depends on other rows or on the first step")
+        other = _first_state(cls, args | {"lr": 2 * args["lr"]})
+    rates = [key for key in first if not torch.equal(first[key], other[key])]
+    return first | {key: torch.zeros_like(first[key]) for key in rates}, rates
 
 
 def _first_state(cls: type[Optimizer], args: dict[str, Any]) -> dict[str, Tensor]:

@@ -63,6 +63,21 @@ def test_split_table_reads_fields_of_both_its_tables():
     assert table.scalars["mu"] == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_threads_draw_initial_weights_on_the_current_gpu():
+    devices = set()
+
+    def values(rows_n):
+        devices.add(rows_n.device)
+        return torch.zeros(len(rows_n), 512, device=rows_n.device)
+
+    table = small_table(3 * INIT_CHUNK["cuda"] // 512, 512, {}, storage="pinned")
+    with torch.cuda.device(1):
+        table.initialise(values, torch.device("cuda"), threads=2)
+    assert devices == {torch.device("cuda", 1)}
+
+
 @pytest.mark.parametrize("initialiser", [uniform, normal])
 def test_initial_weights_depend_on_seed_row_and_column_alone(initialiser):
     rows = torch.arange(9 * INIT_CHUNK["cpu"] // 2)

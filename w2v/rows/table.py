@@ -147,7 +147,8 @@ class Table:
         `values` gets row ids [n] on `device`, by default the table's, and returns weights [n, D].
         That many `threads` call it at once.
         """
-        device = device or self.records_VR.device
+        # With the number of a GPU: threads begin with the first one.
+        device = torch.empty(0, device=device or self.records_VR.device).device
         chunk_rows = max(1, INIT_CHUNK[device.type] // self.dim)
         end = self.rows if last_row is None else last_row
 

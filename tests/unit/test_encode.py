@@ -149,7 +149,7 @@ def test_a_file_is_read_in_pieces_of_any_size(tmp_path, content):
     file.write_text(content, encoding="utf-8")
     how = CorpusConfig()
     data = file.read_bytes()
-    cuts = [0, *(place + 1 for place in range(len(data) - 1) if chr(data[place]).isspace()), 0]
+    cuts = [0, *(place + 1 for place in range(len(data) - 1) if chr(data[place]).isspace()), None]
     pieces = [encode.Piece(file, recognize(file, how), *ends) for ends in itertools.pairwise(cuts)]
     reader = encode._Reader(pieces, how)
     buffer = np.empty(encode.BUFFER_BYTES, np.uint8)

@@ -161,7 +161,7 @@ class Piece(NamedTuple):
     path: Path
     found: Format
     start: int = 0
-    end: int = 0  # after a space; 0 is the end of the file
+    end: int | None = None  # after a space; None: the end of the file
 
 
 class TextBlock(NamedTuple):
@@ -327,7 +327,7 @@ class _Reader:
         path, found, start, end = piece
         with opened_words(path, settings, found) as file:
             rest = b""
-            left = (end or sys.maxsize) - start
+            left = sys.maxsize if end is None else end - start
             if start:
                 file.seek(start)
             else:
@@ -341,7 +341,7 @@ class _Reader:
                 left -= read
                 size = len(rest) + read
                 if not read:
-                    if not end:  # a line ends with its file
+                    if end is None:  # a line ends with its file
                         memory[size] = tokenize.NEWLINE
                         size += 1
                     if size:

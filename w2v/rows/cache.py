@@ -314,7 +314,8 @@ class CachedLink(Link):
             self._parts_seen.clear()
         if part is not None:
             self._parts_seen.add(part)
-        cache.prefetch(PageRows(lists=_lists(page), soon=soon, is_counted=is_counted))
+        lists = list(chain.from_iterable(page.values()))
+        cache.prefetch(PageRows(lists=lists, soon=soon, is_counted=is_counted))
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 
@@ -418,12 +419,8 @@ def _flush_in(process: int, cache: Engine) -> None:
         cache.flush()
 
 
-def _lists(page: PageLists) -> list[Tensor]:
-    return list(chain.from_iterable(page.values()))
-
-
 def _count_rows(page: PageLists) -> int:
-    return sum(rows_U.shape[0] for rows_U in _lists(page))
+    return sum(rows_U.shape[0] for rows_U in chain.from_iterable(page.values()))
 
 
 def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
@@ -431,7 +428,7 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
 
     It is the same tensor, or they are a slice of it.
     """
-    for list_U in _lists(page):
+    for list_U in chain.from_iterable(page.values()):
         if list_U is rows_U:
             return list_U, 0
         start = rows_U.data_ptr() - list_U.data_ptr()

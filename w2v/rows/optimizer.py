@@ -212,8 +212,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _note_state(self) -> None:
         """Note that there is a state: else torch.distributed.checkpoint steps."""
-        for parameter in self._tables:
-            if parameter not in self.state:
+        if not self.state:
+            for parameter in self._tables:
                 self.state[parameter] = {"step": torch.zeros(())}
 
     def pages(

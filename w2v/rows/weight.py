@@ -323,9 +323,10 @@ class PagedWeight(_OfTable, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if not self.table.has_optimizer:
-            return OWN_GRAD.__get__(self)
-        return self.table.parameter.grad_UD if self.table.shows_grad else None
+        table = self.table
+        if table.shows_grad:
+            return table.parameter.grad_UD
+        return None if table.has_optimizer else OWN_GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -216,6 +216,7 @@ def test_rounding_is_the_same_on_the_gpu():
 def test_pinned_memory_is_aligned_pinned_and_released():
     from cupy.cuda.runtime import pointerGetAttributes
 
+    torch.cuda.init()  # before which torch takes no memory for pinned
     table = small_table(1000, storage="pinned")
     pointer = table.records_VR.data_ptr()
     assert pointer % ALIGNMENT == 0

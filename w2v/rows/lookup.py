@@ -147,21 +147,23 @@ class LookUp:
             IndexError: An id is not a row.
         """
         if self._rows_U is None:
-            if not self.is_valid():
-                wrong, rows = self._wrong or (0, 0)
+            self._read()
+            if self._wrong:
+                wrong, rows = self._wrong
                 raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
             self._rows_U = self.rows_N[: self.begins[-1]]
         return self._rows_U
 
     def is_valid(self) -> bool:
         """Wait for the unique rows; return whether all ids are rows."""
-        if self._readback:
-            self._read(self._readback)
+        self._read()
         return self._wrong is None
 
-    def _read(self, readback: Readback) -> None:
-        """Read what `ops.find_rows` reports."""
-        count, is_wrong, *of_spans = readback.read()
+    def _read(self) -> None:
+        """Read what `ops.find_rows` reports, once."""
+        if self._readback is None:
+            return
+        count, is_wrong, *of_spans = self._readback.read()
         self._readback = None
         begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
         self.begins = [*begins, count]

@@ -37,11 +37,12 @@ struct LookUp {
     long long* unique;  // the rows, and the same in 32 bits
     int* narrow;
     long long* places;  // of each id among the rows; 0 for one that is no row
-    HOST Numbers* readback;   // gets the numbers, in CPU memory
-    long long* known;         // gets the first two
-    OPTIONAL long long* rest; // the list of rows, as long as the ids, if it is to become -1 behind
-                              // the rows, and as a whole if an id is no row
-    OPTIONAL long long* last; // with `rest`, the last id of each row; zeros before
+    HOST Numbers* readback;  // gets the numbers, in CPU memory
+    long long* known;        // gets the first two
+    // The list of rows, as long as the ids, if it is to become -1 behind the rows, and as a whole
+    // if an id is no row; and then the last id of each row, zeros before.
+    OPTIONAL long long* rest;
+    OPTIONAL long long* last;
 
     __device__ int parts() const { return tables * max(ranks, 1); }
     __device__ unsigned* words() const { return (unsigned*)(numbers->found + parts()); }

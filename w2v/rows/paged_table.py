@@ -214,7 +214,7 @@ class PagedTable:
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)
             store.group.write(store, rows_U, records_UR)
-            self.count_change()
+            count_changes([self])
         if not self.fused:
             page = page.with_records(records_UR, self.version)
         return page, weight_UD
@@ -290,7 +290,7 @@ class PagedTable:
                     records_uR = store.group.read(rows_u)
                 optimizer.step_rows(store.table, records_uR, grad_uD, None, lr)
                 store.group.write(store, rows_u, records_uR)
-            self.drop_page()
+            drop_pages([self])
 
     def check_gradient(self) -> None:
         """Raise `RuntimeError` for gradients of gradients."""
@@ -309,18 +309,6 @@ class PagedTable:
                 rows_U, grad_UD = torch.arange(len(store), device=self.device), grad_VD
             page = RowPage(store, None, rows_U=rows_U.to(self.device) + store.first_row)
             self.add_grad(page, grad_UD.to(self.device, self.parameter.dtype).contiguous())
-
-    def drop_page(self) -> None:
-        """Drop rows and gradients that were stepped."""
-        self.page = self.parameter.grad_UD = None
-        self.count_change()
-
-    def count_change(self) -> None:
-        """Have backward passes raise that need the weights of before."""
-        if (weight := self.weight()) is not None:
-            torch.autograd.graph.increment_version(weight)
-            if self.cached_at is not None:
-                self.cached_at += 1
 
     def check_views(self) -> None:
         """Raise `RuntimeError` if a view has written to rows that are cached."""
@@ -380,7 +368,7 @@ class PagedTable:
                 self._store.flush()  # a cache would write its rows back later
                 self._store.version += 1
                 self._draw(self._store)
-                self.count_change()
+                count_changes([self])
 
     def _draw(self, store: Rows) -> None:
         """Set the first weights."""
@@ -576,6 +564,24 @@ class PagedTable:
         return values[self.ranks.rank :: self.ranks.size] if values.dim() else values
 
 
+def drop_pages(tables: Sequence[PagedTable]) -> None:
+    """Drop rows and gradients that were stepped."""
+    for table in tables:
+        table.page = table.parameter.grad_UD = None
+    count_changes(tables)
+
+
+def count_changes(tables: Sequence[PagedTable]) -> None:
+    """Have backward passes raise that need the weights of before."""
+    weights = []
+    for table in tables:
+        if (weight := table.weight()) is not None:
+            weights.append(weight)
+            if table.cached_at is not None:
+                table.cached_at += 1
+    torch.autograd.graph.increment_version(weights)
+
+
 def _no_weight() -> None:
     """Return the weight of a table that has none."""
 
@@ -631,7 +637,7 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                             group.step(optimizer, counted, seed, grad_uD, lr, rows_u)
             for table, _, _ in its_tables:
                 table.store.version += 1
-                table.drop_page()
+            drop_pages([table for table, _, _ in its_tables])
 
 
 @outside_inference

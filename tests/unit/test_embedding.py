@@ -443,6 +443,19 @@ def test_state_exchanged_with_torch_gives_the_same_next_steps(name, trained_step
             torch.testing.assert_close(states[0][0][key], value, rtol=0, atol=0)
 
 
+def test_a_bfloat16_row_is_rounded_alike_beside_other_tables():
+    rounded = []
+    for before in (0, 3):  # tables in the same memory
+        tables = [
+            PagedEmbedding(ROWS, DIM, dtype=torch.bfloat16, seed=1) for _ in range(before + 1)
+        ]
+        optimizer = PagedOptimizer(tables, "SGD", lr=0.1)
+        tables[-1]([1, 4]).square().sum().backward()
+        optimizer.step()
+        rounded.append(weights(tables[-1]))
+    assert torch.equal(*rounded)
+
+
 def test_state_of_a_bfloat16_table_has_the_names_of_torch():
     table = PagedEmbedding(ROWS, DIM, dtype=torch.bfloat16)
     optimizer = PagedOptimizer(table, "NAdam", lr=0.1)

@@ -165,12 +165,11 @@ class RowGroup:
     def write(self, member: Member, rows_U: Tensor, records_UR: Tensor) -> None:
         """Write decoded records [U, R] of a member's unique rows."""
         member.version += 1
-        own_U = rows_U - member.first_row if member.first_row else rows_U
         start = 0
         for (part, link), own in zip(self.parts, member.table.parts, strict=True):
             # Contiguous, as the kernels that copy records to pinned memory need them.
             part_UR = records_UR[:, start : start + part.width].contiguous()
-            link.write(part.records_VR, rows_U, own.encode(own_U, part_UR))
+            link.write(part.records_VR, rows_U, own.encode(rows_U, part_UR, member.first_row))
             start += part.width
 
 

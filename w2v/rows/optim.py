@@ -134,7 +134,8 @@ class RowOptimizer:
         if (cap := self.occurrence_cap) and pairs_U is not None:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
         fields = {key: records_UR[:, column] for key, column in table.columns.items()}
-        self.set_rates(fields | table.scalars, lr)
+        if self.lr_states:
+            self.set_rates(fields | table.scalars, lr)
         weight_UD = fields["weight"]
         state = {key: fields[key] for key in self._wide}
         state |= {key: torch.zeros_like(weight_UD) for key in self._unread}

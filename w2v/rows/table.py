@@ -178,17 +178,17 @@ class Table:
         """Return records in the dtype of steps: float32, or float64 as stored."""
         return records_UR if self.dtype == torch.float64 else records_UR.float()
 
-    def encode(self, rows_U: Tensor, records_UR: Tensor) -> Tensor:
+    def encode(self, rows_U: Tensor, records_UR: Tensor, first_row: int = 0) -> Tensor:
         """Return decoded records in the table's dtype, once for each write.
 
         bfloat16 is rounded up or down at random, which keeps the mean: rounding to nearest would
         lose every update below 1/512 of its weight. The result depends on the number of writes, the
-        row and the column alone. float16 is rounded to nearest.
+        row, from `first_row` on, and the column alone. float16 is rounded to nearest.
         """
         if self.dtype != torch.bfloat16:
             return records_UR.to(self.dtype)
         fours = torch.arange(self.width // 4, device=rows_U.device)
-        counter = rows_U[:, None] * len(fours) + fours
+        counter = (rows_U[:, None] - first_row) * len(fours) + fours
         # Each draw of 64 bits rounds four elements.
         random_UR = splitmix64(counter, self.next_rounding_seed()).view(torch.int16).int() & 0xFFFF
         rounded_UR = (records_UR.view(torch.int32) + random_UR) & ~0xFFFF

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -314,8 +314,7 @@ class CachedLink(Link):
             self._parts_seen.clear()
         if part is not None:
             self._parts_seen.add(part)
-        lists = list(chain.from_iterable(page.values()))
-        cache.prefetch(PageRows(lists=lists, soon=soon, is_counted=is_counted))
+        cache.prefetch(PageRows(lists=list(_lists(page)), soon=soon, is_counted=is_counted))
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 
@@ -419,8 +418,12 @@ def _flush_in(process: int, cache: Engine) -> None:
         cache.flush()
 
 
+def _lists(page: PageLists) -> Iterator[Tensor]:
+    return chain.from_iterable(page.values())
+
+
 def _count_rows(page: PageLists) -> int:
-    return sum(rows_U.shape[0] for rows_U in chain.from_iterable(page.values()))
+    return sum(rows_U.shape[0] for rows_U in _lists(page))
 
 
 def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
@@ -428,7 +431,7 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
 
     It is the same tensor, or they are a slice of it.
     """
-    for list_U in chain.from_iterable(page.values()):
+    for list_U in _lists(page):
         if list_U is rows_U:
             return list_U, 0
         start = rows_U.data_ptr() - list_U.data_ptr()

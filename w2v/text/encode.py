@@ -167,7 +167,7 @@ class Piece(NamedTuple):
 class TextBlock(NamedTuple):
     """A block of text in the buffer of a thread."""
 
-    first: int  # bytes of the text before it, with a line end after each file
+    first: int  # bytes of the text before it, with a line end after each file; no fewer than words
     path: Path
     size: int  # bytes
 

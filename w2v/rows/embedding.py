@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -59,21 +59,27 @@ class RowError(IndexError, RuntimeError, AssertionError):
 def uncompiled(function: Function) -> Function:
     """Return the function, which torch.compile calls as it is.
 
-    torch.compiler.disable would import the compiler, which takes as long as torch itself.
+    torch.compiler.disable would import the compiler, which takes as long as torch itself, and would
+    take longer at each call.
     """
-    called = [function]
+    disabled: list[Function] = []
 
     @functools.wraps(function)
     def call(*args: Any, **settings: Any) -> Any:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        called = function
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            if torch.compiler.is_exporting():
+                raise RuntimeError(EXPORTED)
+            if not disabled:
+                disabled.append(torch.compiler.disable(function))
+            called = disabled[0]
+        if torch.jit.is_tracing():
             raise RuntimeError(EXPORTED)
-        if called[0] is function and "torch._dynamo" in sys.modules:
-            called[0] = torch.compiler.disable(function)
         if not torch._C._are_functorch_transforms_active():
-            return called[0](*args, **settings)
+            return called(*args, **settings)
         try:
             with torch._C._DisableFuncTorch():  # whose tensors end with its function
-                return called[0](*args, **settings)
+                return called(*args, **settings)
         except RuntimeError as error:
             if isinstance(error, RowError):
                 raise

@@ -84,14 +84,15 @@ def test_bags_of_the_first_table_may_begin_elsewhere():
     torch.testing.assert_close(*seen)
 
 
-@each_case("dim", [0, 1, 2])
-def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, monkeypatch):
+@each_case("dim, mode", [(0, None), (1, "sum"), (2, "sum")])
+def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, mode, monkeypatch):
     seen = []
     sums = ops.sum_gradients
     monkeypatch.setattr(ops, "sum_gradients", lambda *given: (seen.append(given[0]), sums(*given)))
-    ours, theirs = modules(True, (None,) * 3, mode="sum")
+    is_bag = mode is not None
+    ours, theirs = modules(is_bag, (None,) * 3, **{"mode": mode} if is_bag else {})
     paged = PagedOptimizer(ours, "SGD", lr=LR, fused=True)
-    ids = [torch.randint(rows, (5, 3)) for rows in SIZES]
+    ids = [torch.randint(rows, (5, 3) if is_bag else (5,)) for rows in SIZES]
     factor = torch.randn(torch.stack([torch.empty(5, DIM)] * 3, dim).shape)
     for _ in paged.pages([ids], [0, 1, 2]):
         for tables in (ours, theirs):

@@ -50,6 +50,7 @@ FORMULAS |= dict.fromkeys(("adadelta", "adam", "adamw", "adamax"), 2)
 GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED SHARED"
 VARIANTS = [
     ("rows.cu", {}),
+    ("rows.cu", {"WIDE": 4, "ELEMENT": 1}),
     ("cache.cu", {}),
     ("lookup.cu", {}),
     ("draw.cu", {}),

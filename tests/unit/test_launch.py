@@ -373,7 +373,7 @@ def test_kernels_in_turn_have_the_same_parameters(launches):
 
 def test_elements_are_those_of_the_macro(launches):
     for dtype, element in launch.ELEMENTS.items():
-        kernel = launch.kernel("rows.cu", "gather_bags", ELEMENT=element)
+        kernel = launch.kernel("rows.cu", "gather_bags", ELEMENT=element, WIDE=1)
         kernel.bind(records=torch.zeros(1, dtype=dtype))
         with pytest.raises(TypeError, match=r"records is Element\*"):
             kernel.bind(records=torch.zeros(1, dtype=torch.float64))

@@ -871,7 +871,7 @@ class _KernelVectors(torch.autograd.Function):
         with weight.table.store.lock:
             # One launch leaves out the padding row of one table at most.
             if is_one and not has_padding:
-                whole = stacked(present) if bags else None
+                whole = stacked(present)
                 if whole is None:
                     whole = torch.cat(present)
                 _sum_gradients(uses, None, whole, bags)

@@ -227,7 +227,8 @@ def gather_bags(
     """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
     args = (bags or Bags(places_N.shape[0])).args(places_N, padding)
     weight_ND = torch.empty(args.all, dim, device=records_SR.device)
-    kernel("rows.cu", "gather_bags", ELEMENT=ELEMENTS[records_SR.dtype])(
+    wide = _wide(dim, records_SR.shape[1])
+    kernel("rows.cu", "gather_bags", ELEMENT=ELEMENTS[records_SR.dtype], WIDE=wide)(
         blocks_for(32 * args.all),
         records=records_SR,
         row_width=records_SR.shape[1],
@@ -240,7 +241,7 @@ def gather_bags(
 
 
 def sum_gradients(
-    grads: Tensor,  # [N, D], or [T, N, D] of the bags of T tables
+    grads: Tensor,  # [N, D], or [T, N, D] of the ids or bags of T tables
     places_N: Tensor,
     sums_UD: Tensor,
     bags: Bags | None = None,
@@ -251,15 +252,21 @@ def sum_gradients(
     table_stride, bag_stride = (bags.number * dim if bags else 0), dim
     if len(counts) > 1:
         table_stride, bag_stride, _ = grads.stride()
-    kernel("rows.cu", "add_gradients")(
+    wide = _wide(dim, table_stride, bag_stride, grads.data_ptr() // 4)
+    kernel("rows.cu", "add_gradients", WIDE=wide)(
         blocks_for(32 * math.prod(counts)),
         grads=grads,
         table_stride=table_stride,
         bag_stride=bag_stride,
-        bags=(bags or Bags(counts[0])).args(places_N, padding),
+        bags=(bags or Bags(counts[-1], tables=math.prod(counts[:-1]))).args(places_N, padding),
         dim=dim,
         sums=sums_UD,
     )
+
+
+def _wide(*numbers: int) -> int:
+    """Return how many numbers are read together; rows begin at multiples of these."""
+    return 1 if any(number % 4 for number in numbers) else 4
 
 
 def step_rows(
@@ -346,6 +353,6 @@ def step_kernel(formula: str, states: int, dtype: torch.dtype, dim: int, ranks: 
         STEP=formula,
         STATES=states,
         ELEMENT=ELEMENTS[dtype],
-        WIDE=1 if dim % 4 else 4,
+        WIDE=_wide(dim),
         RANKS=ranks,
     )

@@ -55,6 +55,17 @@ struct alignas(4 * N) Floats {
     float at[N];
 };
 
+// Add to floats in memory, atomically, as other warps may add to them too.
+template <int N>
+__device__ void atomic_add(Floats<N>* sums, const Floats<N>& added) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (N == 4)
+        atomicAdd((float4*)sums, make_float4(added.at[0], added.at[1], added.at[2], added.at[3]));
+    else
+#endif
+        for (int n = 0; n < N; n++) atomicAdd(sums->at + n, added.at[n]);
+}
+
 // Random bits by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as in w2v/system/random.py.
 __device__ unsigned long long splitmix64(
     unsigned long long counter, unsigned long long mixed_seed) {

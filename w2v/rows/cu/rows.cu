@@ -2,9 +2,14 @@
 //
 // A record is a multiple of 16 bytes. Rows are sorted and unique: neighbouring copies share pages
 // of the address translation, and no two writes meet.
+//
+// Macros: WIDE, numbers of a vector that are read together, 1 or 4; ELEMENT of the records.
 
 #ifndef ELEMENT
 #define ELEMENT 0  // most kernels copy bytes
+#endif
+#ifndef WIDE
+#define WIDE 1
 #endif
 
 #include "element.cuh"
@@ -100,19 +105,20 @@ struct Bags {
     OPTIONAL const long long* begins;
     long long given;
     int size;
-    long long bags;     // of a table
-    long long all;      // bags of all tables
+    int bags;           // of a table
+    int all;            // bags of all tables
     long long padding;  // place of the padding row, or -1
     bool mean;
 };
 
 struct Bag {
+    int table, b;  // bag b of a table
     long long first, end;
     float share;  // factor of each vector: for means, 1 by the number of ids that are not padding
 
-    __device__ Bag(long long n, const Bags& of) {
-        const long long b = n % of.bags, ids_before = n / of.bags * of.length;
-        first = of.begins ? of.begins[b] : b * of.size;
+    __device__ Bag(int n, const Bags& of) : table(n / of.bags), b(n - table * of.bags) {
+        const long long ids_before = table * of.length;
+        first = of.begins ? of.begins[b] : (long long)b * of.size;
         end = !of.begins ? first + of.size : b + 1 < of.given ? of.begins[b + 1] : of.length;
         first = max(first, 0ll) + ids_before;
         end = min(end, of.length) + ids_before;
@@ -130,16 +136,18 @@ extern "C" __global__ void gather_bags(
     float* sums) {
     each_warp(bags.all, [&](long long b) {
         const Bag bag(b, bags);
-        for (int d = lane_id(); d < dim; d += 32) {
-            float sum = 0;
+        for (int p = lane_id(); p < dim / WIDE; p += 32) {
+            Floats<WIDE> sum = {};
 #pragma unroll 4
             for (long long i = bag.first; i < bag.end; i++) {
                 const long long place = bags.places[i];
                 if (place == bags.padding) continue;
                 const long long slot = slots ? slots[place] : place;
-                sum += to_float(records[slot * row_width + d]);
+                const Pack<WIDE> pack = Pack<WIDE>::load(records + slot * row_width, p);
+                for (int w = 0; w < WIDE; w++) sum.at[w] += pack.at[w];
             }
-            sums[b * dim + d] = sum * bag.share;
+            for (int w = 0; w < WIDE; w++) sum.at[w] *= bag.share;
+            ((Floats<WIDE>*)(sums + b * dim))[p] = sum;
         }
     });
 }
@@ -151,12 +159,13 @@ extern "C" __global__ void add_gradients(
     float* sums) {
     each_warp(bags.all, [&](long long b) {
         const Bag bag(b, bags);
-        const float* grad_D = grads + b / bags.bags * table_stride + b % bags.bags * bag_stride;
-        for (int d = lane_id(); d < dim; d += 32) {
-            const float grad = grad_D[d] * bag.share;
+        const float* grad_D = grads + bag.table * table_stride + bag.b * bag_stride;
+        for (int p = lane_id(); p < dim / WIDE; p += 32) {
+            Floats<WIDE> grad = ((const Floats<WIDE>*)grad_D)[p];
+            for (int w = 0; w < WIDE; w++) grad.at[w] *= bag.share;
             for (long long i = bag.first; i < bag.end; i++)
                 if (bags.places[i] != bags.padding)
-                    atomicAdd(sums + bags.places[i] * dim + d, grad);
+                    atomic_add((Floats<WIDE>*)(sums + bags.places[i] * dim) + p, grad);
         }
     });
 }

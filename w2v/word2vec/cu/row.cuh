@@ -26,6 +26,13 @@ __device__ void each_pack(int lane, Visit visit) {
 struct Row {  // one lane's elements of a row
     float at[LANE_ELEMENTS];
 
+    __device__ Floats<LANES_WIDE> pack_of(int v) const {
+        Floats<LANES_WIDE> pack;
+#pragma unroll
+        for (int h = 0; h < LANES_WIDE; h++) pack.at[h] = at[v * LANES_WIDE + h];
+        return pack;
+    }
+
     __device__ void load(const Element* row, int lane) {
         *this = {};
         each_pack(lane, [&](int i, int v) {
@@ -63,12 +70,7 @@ struct Row {  // one lane's elements of a row
     }
 
     __device__ void store(FloatRow& row, int lane) const {
-        each_pack(lane, [&](int i, int v) {
-            Floats<LANES_WIDE> pack;
-#pragma unroll
-            for (int h = 0; h < LANES_WIDE; h++) pack.at[h] = at[v * LANES_WIDE + h];
-            row.packs[i] = pack;
-        });
+        each_pack(lane, [&](int i, int v) { row.packs[i] = pack_of(v); });
     }
 
     __device__ void add(const FloatRow& row, int lane) {
@@ -79,16 +81,10 @@ struct Row {  // one lane's elements of a row
         });
     }
 
-    // Add to a row in memory, atomically, as other warps may add to it too.
+    // Add to a row in memory, atomically.
     __device__ void add_to(float* row, int lane) const {
         each_pack(lane, [&](int i, int v) {
-            const float* from = at + LANES_WIDE * v;
-#if DIM % 4 == 0 && __CUDA_ARCH__ >= 900
-            atomicAdd((float4*)row + i, make_float4(from[0], from[1], from[2], from[3]));
-#else
-#pragma unroll
-            for (int h = 0; h < LANES_WIDE; h++) atomicAdd(row + i * LANES_WIDE + h, from[h]);
-#endif
+            atomic_add((Floats<LANES_WIDE>*)row + i, pack_of(v));
         });
     }
 };

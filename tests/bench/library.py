@@ -1,6 +1,6 @@
 """Steps of paged embeddings and rows of a store, beside torch and CuPy.
 
-    python tests/bench/library.py [--parts tables rows cache clicks]
+    python tests/bench/library.py [--parts tables rows cache clicks nvidia]
     torchrun --nproc-per-node 2 tests/bench/library.py --parts clicks --samples 65536
 
 `tables` steps two tables whose ids follow Zipf's law in random order of the rows; `rows` reads and
@@ -8,6 +8,10 @@ writes random rows of a `RowStore`; `cache` is the memory that a cache takes bes
 `clicks` trains the model of docs/examples/clicks.py, which several GPUs share: rows are sharded
 over them, and each has its part of a batch. `--scale 5.924` makes 200 M rows: 95 GiB with Adagrad
 and 143 with Adam, which 16 threads (OMP_NUM_THREADS) pin at 7 GiB a second.
+
+`nvidia` is the job of NVIDIA's dynamicemb benchmark: ten tables of 128 dimensions, 104,857 ids of
+each by Zipf's law, forward, backward and update, of vectors whose gradients are given. It has 26.8
+M rows a table there, which take 412 GB with Adam; `--rows 6500000` takes 100 GB.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ Pair = list[Tensor]  # ids of users and of items
 Step = Callable[[Any], None]
 DIM = 64
 STRIDE = 48_271  # a prime: neighbours by use are not neighbours by row
+NVIDIA_GPU_ROWS = 1_677_721  # of a table that is on the GPU in NVIDIA's benchmark
 SLOW_STEPS = 6  # measured where a step takes a tenth of a second
 RANK, RANKS = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
 
@@ -153,9 +158,9 @@ def tables(rows: int, batch: int, steps: int, skew: float, only: str, found: Res
             measure(found, f"{about}: {case}", make, warmups, batch)
 
 
-def constant(rows_n: Tensor) -> Tensor:
+def constant(rows_n: Tensor, dim: int = DIM) -> Tensor:
     """Return initial weights that take no time."""
-    return torch.full((len(rows_n), DIM), 0.1, device=rows_n.device)
+    return torch.full((len(rows_n), dim), 0.1, device=rows_n.device)
 
 
 def loss_of(users_BD: Tensor, items_BD: Tensor) -> Tensor:
@@ -321,18 +326,54 @@ def clicks(args: argparse.Namespace, found: Results) -> None:
             measure(found, f"{about}: {case}", lambda where=where: train(*where), steps, batch)
 
 
+def nvidia(args: argparse.Namespace, found: Results) -> None:
+    """Measure steps of rows alone: no model, and gradients that are given."""
+    count, ids, dim = 10, 104_857, 128
+    grads = torch.full((count, ids, dim), 1e-3, device="cuda").unbind()
+
+    def train(rows: int, storage: str, gpu_bytes: str | int) -> tuple[Any, Step, Any]:
+        batches = [
+            torch.stack([zipf(rows, ids, args.skew) for _ in range(count)]).cpu().pin_memory()
+            for _ in range(2 * args.steps)
+        ]
+        init = partial(constant, dim=dim)
+        tables = [
+            PagedEmbedding(rows, dim, storage=storage, gpu_bytes=gpu_bytes, init=init)
+            for _ in range(count)
+        ]
+        optimizer = PagedOptimizer(tables, args.optimizer, lr=0.1, fused=True)
+
+        def step(batch: tuple[Tensor, ...]) -> None:
+            vectors = [table(its) for table, its in zip(tables, batch, strict=True)]
+            torch.autograd.backward(vectors, grads)
+            optimizer.step()
+
+        made = (batch.unbind() for batch in batches)
+        return optimizer.pages(made, key=lambda batch: batch), step, tables
+
+    cases: dict[str, tuple[int, str, str | int]] = {
+        "on the GPU": (NVIDIA_GPU_ROWS, "cuda", 0),
+        "in CPU memory, room for 10 %": (args.rows, "pinned", "10%"),
+        "in CPU memory, no cache": (args.rows, "pinned", 0),
+    }
+    for case, where in cases.items():
+        about = f"nvidia, {args.optimizer}, {count} x {where[0]} x {dim}, {ids} ids: {case}"
+        if args.only in case:
+            measure(found, about, lambda where=where: train(*where), args.steps, count * ids)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parts = ["tables", "rows", "cache", "clicks"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of each of `tables`")
+    parser.add_argument("--parts", nargs="+", choices=[*parts, "nvidia"], default=parts)
+    parser.add_argument("--rows", type=int, default=5_000_000, help="of a table in CPU memory")
     parser.add_argument("--batch", type=int, default=65_536, help="ids of each of `tables`")
     parser.add_argument("--skew", type=float, default=1.05, help="exponent of Zipf's law, not 1")
     parser.add_argument("--steps", type=int, default=200, help="to warm up, and again to measure")
     parser.add_argument("--scale", type=float, default=1, help="of the tables of `clicks`")
     parser.add_argument("--samples", type=int, default=8192, help="of a step of `clicks`")
-    parser.add_argument("--optimizer", default="Adagrad", help="of `clicks`")
-    parser.add_argument("--only", default="", help="cases of `tables` and `clicks` with this name")
+    parser.add_argument("--optimizer", default="Adagrad", help="of `clicks` and `nvidia`")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     args = parser.parse_args(arguments)
     require_gpu("bench-library")
     if RANKS > 1:
@@ -350,6 +391,8 @@ def main(arguments: list[str] | None = None) -> None:
         cache(200_000_000, found)
     if "clicks" in args.parts:
         clicks(args, found)
+    if "nvidia" in args.parts:
+        nvidia(args, found)
     if RANKS > 1:
         dist.destroy_process_group()
 

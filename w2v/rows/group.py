@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from w2v.rows import ops
-from w2v.rows.cache import CachedLink
+from w2v.rows.cache import CachedLink, TransferStats
 from w2v.rows.link import Link, MappedLink, link_between
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+PAGE_BYTES = 16 << 20  # of rows whose moves take longer than planning them
 
 
 def outside_inference(function: Function) -> Function:
@@ -52,6 +53,7 @@ class RowGroup:
 
     parts: list[tuple[Table, Link]]
     caches: list[CachedLink]
+    pages_only: bool  # whether the GPU has rows for `PagedOptimizer.pages` only
     layout: object
     bags_differ = False
 
@@ -65,6 +67,7 @@ class RowGroup:
         unit = 16 // table.dtype.itemsize if self.is_mapped else 1
         width = -(-table.dim // unit) * unit
         self.weights_VW = table.records_VR[:, :width]
+        self._past, self.caches = TransferStats(), []  # of caches before, and those now
         has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
         self.is_exact = width == table.dim or not has_states
 
@@ -77,8 +80,37 @@ class RowGroup:
         """Make empty caches, of the size of all members' `cache_bytes` together."""
         cache_bytes = sum(member.cache_bytes for member in self.members)
         # The records of a split table are those of both its tables, joined.
-        slots = min(self.table.rows, cache_bytes * self.table.rows // max(1, self.paged_bytes))
         self.layout = object()
+        self._make_caches(cache_bytes * self.table.rows // max(1, self.paged_bytes))
+        self.pages_only = self.is_mapped and not self.caches
+
+    def make_room(self, rows: int) -> None:
+        """Have room for two pages of so many rows, if `pages_only`."""
+        record_bytes = self.table.width * self.table.dtype.itemsize
+        present = self.caches[0].slots if self.caches else 0
+        if not self.pages_only or rows * record_bytes < PAGE_BYTES or present >= 2 * rows:
+            return
+        free = torch.cuda.mem_get_info(self.device)[0] // 2
+        slots = min(2 * rows + rows // 4, present + free // record_bytes)
+        if slots > max(present, rows):
+            self.empty_caches()
+            self._make_caches(slots)
+
+    def end_pages(self) -> None:
+        """Write rows back that were only there for pages."""
+        if self.pages_only:
+            with self.lock:
+                self.empty_caches()
+                self._make_caches(0)
+
+    @property
+    def stats(self) -> TransferStats:
+        """What has crossed the link so far, with caches."""
+        return TransferStats.sum([self._past, *(cache.stats for cache in self.caches)])
+
+    def _make_caches(self, slots: int) -> None:
+        slots = min(self.table.rows, slots)
+        self._past = self.stats
         self.parts, self.caches = [], []
         for part in self.table.parts:
             link = link_between(part, self.device)

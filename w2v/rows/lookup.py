@@ -377,10 +377,12 @@ def prefetch(
 
     Wrong ids are refused by `wait`, when they are used.
     """
-    if not group.caches:
+    if not (group.caches or (group.pages_only and part is None)):
         return
     with group.lock:
         lists = [its.wait() for its in look_ups if its.layout is group.layout and its.is_valid()]
+        if part is None:
+            group.make_room(sum(rows_U.shape[0] for rows_U in lists))
         later = [(its.rows_N, its.known) for its in soon if its.layout is group.layout]
         for cache in group.caches:
             cache.prefetch(lists, later, part)

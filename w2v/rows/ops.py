@@ -265,7 +265,7 @@ def sum_gradients(
 
 
 def _wide(*numbers: int) -> int:
-    """Return how many numbers are read together; rows begin at multiples of these."""
+    """Return WIDE for rows that begin at multiples of these numbers."""
     return 1 if any(number % 4 for number in numbers) else 4
 
 

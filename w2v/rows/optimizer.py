@@ -228,10 +228,11 @@ class PagedOptimizer(torch.optim.Optimizer):
                 loss = model(users(batch["user_id"]))
 
         Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
-        With gpu_bytes, rows of the next batch come while this one computes, and rows of the batches
-        after it stay. Results are those of the loader itself, bit for bit, unless both it and the
-        loop draw from one random generator. An error of the loader, or an id that is not a row, is
-        raised once the batches before it are used.
+        Rows of the next batch come while this one computes, and rows of the batches after it stay,
+        in the memory of gpu_bytes; without that, large pages of pinned tables get room for two
+        pages until the loop ends. Results are those of the loader itself, bit for bit, unless both
+        it and the loop draw from one random generator. An error of the loader, or an id that is not
+        a row, is raised once the batches before it are used.
 
         Args:
             loader: Batches, such as those of a DataLoader.
@@ -270,6 +271,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         finally:
             for table in tables:
                 table.announced = None
+            for group in {table.store.group for table in tables}:
+                group.end_pages()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
@@ -506,7 +509,7 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
     for number, batch in enumerate(itertools.islice(window, first, None)):
         for look_up in batch.look_ups:
-            if look_up.group.caches:
+            if look_up.group.caches or look_up.group.pages_only:
                 look_ups, soon = pages.setdefault(look_up.group, ([], []))
                 (look_ups if number < count else soon).append(look_up.own)
     for group, (look_ups, soon) in pages.items():

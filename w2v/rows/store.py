@@ -90,7 +90,7 @@ class Rows(Member):
     @property
     def stats(self) -> TransferStats:
         """Transfers over the link, of all tables that share a cache."""
-        return TransferStats.sum(cache.stats for cache in self.group.caches)
+        return self.group.stats
 
     @outside_inference
     def get(self, ids: Ids, *, non_blocking: bool = False) -> Tensor:

@@ -242,6 +242,7 @@ def use_bags(dtype):
         weight_ND = ops.gather_bags(records_SR, *given[:2], DIM, *given[3:])
     sums_UD = torch.zeros(6, DIM)
     ops.sum_gradients(weight_ND, places_N, sums_UD, bags, 1)
+    ops.sum_gradients(torch.zeros(6, DIM), places_N, sums_UD, None, 1)
     ops.sum_gradients(
         torch.zeros(1, 2, DIM).expand(2, 2, DIM), places_N, sums_UD, Bags(2, None, 1, False, 2)
     )

@@ -225,17 +225,24 @@ def gather_bags(
     padding: int | None = None,  # the place that is left out of bags
 ) -> Tensor:
     """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
-    args = (bags or Bags(places_N.shape[0])).args(places_N, padding)
-    weight_ND = torch.empty(args.all, dim, device=records_SR.device)
-    wide = _wide(dim, records_SR.shape[1])
-    kernel("rows.cu", "gather_bags", ELEMENT=ELEMENTS[records_SR.dtype], WIDE=wide)(
-        blocks_for(32 * args.all),
+    count = bags.tables * bags.number if bags else places_N.shape[0]
+    weight_ND = torch.empty(count, dim, device=records_SR.device)
+    row_width = records_SR.shape[1]
+    launch = kernel(
+        "rows.cu",
+        "gather_bags" if bags else "gather_ids",
+        ELEMENT=ELEMENTS[records_SR.dtype],
+        WIDE=_wide(dim, row_width),
+    )
+    of_ids: dict[str, Any] = {"places": places_N, "count": count}
+    launch(
+        blocks_for(32 * count),
         records=records_SR,
-        row_width=records_SR.shape[1],
+        row_width=row_width,
         slots=slots_U,
-        bags=args,
         dim=dim,
         sums=weight_ND,
+        **({"bags": bags.args(places_N, padding)} if bags else of_ids),
     )
     return weight_ND
 
@@ -249,18 +256,24 @@ def sum_gradients(
 ) -> None:
     """Add gradients of ids or bags to the sums, by place, in no fixed order."""
     *counts, dim = grads.shape
-    table_stride, bag_stride = (bags.number * dim if bags else 0), dim
+    each = bags.number if bags else counts[-1]
+    table_stride, stride = each * dim, dim
     if len(counts) > 1:
-        table_stride, bag_stride, _ = grads.stride()
-    wide = _wide(dim, table_stride, bag_stride, grads.data_ptr() // 4)
-    kernel("rows.cu", "add_gradients", WIDE=wide)(
+        table_stride, stride, _ = grads.stride()
+    place = -1 if padding is None else padding
+    of_ids = {"places": places_N, "count": math.prod(counts), "each": each, "padding": place}
+    kernel(
+        "rows.cu",
+        "add_bags" if bags else "add_ids",
+        WIDE=_wide(dim, table_stride, stride, grads.data_ptr() // 4),
+    )(
         blocks_for(32 * math.prod(counts)),
         grads=grads,
         table_stride=table_stride,
-        bag_stride=bag_stride,
-        bags=(bags or Bags(counts[-1], tables=math.prod(counts[:-1]))).args(places_N, padding),
+        stride=stride,
         dim=dim,
         sums=sums_UD,
+        **({"bags": bags.args(places_N, padding)} if bags else of_ids),
     )
 
 

@@ -129,6 +129,33 @@ struct Bag {
     }
 };
 
+constexpr int IDS = 8;  // whose rows a warp reads at once
+
+// Write the weights of ids, as floats. slots: of the unique rows, by default 0, 1, 2, ...
+extern "C" __global__ void gather_ids(
+    const Element* records, long long row_width, OPTIONAL const int* slots,
+    const long long* places, int count, int dim, float* sums) {
+    for (long long first = IDS * warp_id(); first < count; first += IDS * warps()) {
+        const int some = min((long long)IDS, count - first);
+        long long slot = lane_id() < some ? places[first + lane_id()] : 0;
+        if (slots) slot = slots[slot];
+        const Element* rows[IDS];
+#pragma unroll
+        for (int i = 0; i < IDS; i++) rows[i] = records + __shfl_sync(ALL, slot, i) * row_width;
+        for (int p = lane_id(); p < dim / WIDE; p += 32) {
+            Floats<WIDE> packs[IDS];
+#pragma unroll
+            for (int i = 0; i < IDS; i++) {
+                const Pack<WIDE> pack = Pack<WIDE>::load(rows[i], p);
+                for (int w = 0; w < WIDE; w++) packs[i].at[w] = pack.at[w];
+            }
+#pragma unroll
+            for (int i = 0; i < IDS; i++)
+                if (i < some) ((Floats<WIDE>*)(sums + (first + i) * dim))[p] = packs[i];
+        }
+    }
+}
+
 // Write the sum or mean of each bag's weights, as floats. slots: of the unique rows, by default 0,
 // 1, 2, ...
 extern "C" __global__ void gather_bags(
@@ -152,14 +179,41 @@ extern "C" __global__ void gather_bags(
     });
 }
 
+// Add the gradient of each id to that of its row, in no fixed order; padding gets none. Strides are
+// those of tables, each of which has that many ids, and of ids in the gradients.
+extern "C" __global__ void add_ids(
+    STRIDED const float* grads, long long table_stride, long long stride,
+    const long long* places, int count, int each, long long padding, int dim, float* sums) {
+    for (long long first = IDS * warp_id(); first < count; first += IDS * warps()) {
+        const int some = min((long long)IDS, count - first);
+        const long long place = lane_id() < some ? places[first + lane_id()] : padding;
+        const float* from[IDS];
+        long long to[IDS];
+#pragma unroll
+        for (int i = 0; i < IDS; i++) {
+            const int n = min(first + i, count - 1ll), table = n / each;
+            from[i] = grads + table * table_stride + (n - table * each) * stride;
+            to[i] = __shfl_sync(ALL, place, i);
+        }
+        for (int p = lane_id(); p < dim / WIDE; p += 32) {
+            Floats<WIDE> packs[IDS];
+#pragma unroll
+            for (int i = 0; i < IDS; i++) packs[i] = ((const Floats<WIDE>*)from[i])[p];
+#pragma unroll
+            for (int i = 0; i < IDS; i++)
+                if (to[i] != padding) atomic_add((Floats<WIDE>*)(sums + to[i] * dim) + p, packs[i]);
+        }
+    }
+}
+
 // Add the gradient of each bag to those of its rows, in no fixed order; padding gets none. Strides
 // are those of tables and of bags in the gradients.
-extern "C" __global__ void add_gradients(
-    STRIDED const float* grads, long long table_stride, long long bag_stride, Bags bags, int dim,
+extern "C" __global__ void add_bags(
+    STRIDED const float* grads, long long table_stride, long long stride, Bags bags, int dim,
     float* sums) {
     each_warp(bags.all, [&](long long b) {
         const Bag bag(b, bags);
-        const float* grad_D = grads + bag.table * table_stride + bag.b * bag_stride;
+        const float* grad_D = grads + bag.table * table_stride + bag.b * stride;
         for (int p = lane_id(); p < dim / WIDE; p += 32) {
             Floats<WIDE> grad = ((const Floats<WIDE>*)grad_D)[p];
             for (int w = 0; w < WIDE; w++) grad.at[w] *= bag.share;

@@ -85,7 +85,9 @@ def measure(
     torch.cuda.reset_peak_memory_stats()
     host, gpu = memory(), torch.cuda.memory_allocated()
     batches, step, tables = make()
-    rate = per_second(batches, step, warmups)
+    # On a GPU torch has another thread for backward passes, which takes .2 to .4 ms to wake.
+    with torch.autograd.set_multithreading_enabled(False):
+        rate = per_second(batches, step, warmups)
     figures = {
         "step [ms]": 1000 / rate,
         "samples/s": rate * batch,

@@ -20,8 +20,10 @@ USE_BITS = 4
 HIGHEST_LIMIT = 12
 AGE = 2048  # plans after which numbers of uses are halved, whatever the limit is
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
-# for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures).
-EXCHANGE_BLOCKS = 16
+# for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures). Of records below a
+# KiB, more have to be under way.
+EXCHANGE_BLOCKS, NARROW_BLOCKS = 16, 24
+NARROW_BYTES = 1024
 Rows, RowCounts, Wanted = (c_struct("cache.cu", name) for name in ("Rows", "RowCounts", "Wanted"))
 NOTHING = Wanted(marks=None, used_soon=None, uses=None, is_counted=False, halve=False)
 
@@ -309,12 +311,13 @@ def exchange_records(
 ) -> None:
     """Write evicted records back, and load others into their slots."""
     itemsize = records_SR.element_size()
+    record_bytes = records_SR.shape[1] * itemsize
     kernel("rows.cu", "exchange")(
-        EXCHANGE_BLOCKS,
+        NARROW_BLOCKS if record_bytes < NARROW_BYTES else EXCHANGE_BLOCKS,
         table=table_AR,
         stride=table_AR.stride(0) * itemsize // 16,
         records=records_SR,
-        width=records_SR.shape[1] * itemsize // 16,
+        width=record_bytes // 16,
         moves=moves,
         slot_of=slot_of_A,
         none=no_slot,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from w2v.config import ConfigError
 from w2v.rows.link import Link, MappedLink, Waits, current_stream, link_between, on_stream
-from w2v.rows.moves import GpuPlanner, PageRows, TorchPlanner
+from w2v.rows.moves import MOST_ROWS, GpuPlanner, PageRows, TorchPlanner
 from w2v.rows.ops import View
 from w2v.rows.table import Table
 
@@ -75,7 +75,7 @@ class Engine:
         self.records_SR = table.records_VR
         self._is_copy = device is not None
         if device:
-            assert table.rows < 2**31, "slots are numbers of 32 bits"
+            assert table.rows < MOST_ROWS
             self.records_SR = table.records_VR.to(device, copy=True)
         self._view = View(self.records_SR, None)
 
@@ -128,7 +128,7 @@ class RowCache(Engine):
         is_timed: bool = True,
         planner: type[TorchPlanner] | type[GpuPlanner] | None = None,
     ):
-        assert table.rows < 2**31, "rows are counted in 32 bits"
+        assert table.rows < MOST_ROWS
         self._table = table
         self.slots = slots
         self._link = link_between(table, device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from w2v.rows import ops
 from w2v.rows.cache import CachedLink, TransferStats
 from w2v.rows.link import Link, MappedLink, link_between
+from w2v.rows.moves import MOST_ROWS, PLANNED_BYTES
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table
 
@@ -78,20 +79,22 @@ class RowGroup:
 
     def make_caches(self) -> None:
         """Make empty caches, of the size of all members' `cache_bytes` together."""
+        self.layout = object()
         cache_bytes = sum(member.cache_bytes for member in self.members)
         # The records of a split table are those of both its tables, joined.
-        self.layout = object()
         self._make_caches(cache_bytes * self.table.rows // max(1, self.paged_bytes))
-        self.pages_only = self.is_mapped and not self.caches
+        self.pages_only = self.is_mapped and not self.caches and self.table.rows < MOST_ROWS
 
     def make_room(self, rows: int) -> None:
         """Have room for two pages of so many rows, if `pages_only`."""
         record_bytes = self.table.width * self.table.dtype.itemsize
         present = self.caches[0].slots if self.caches else 0
-        if not self.pages_only or rows * record_bytes < PAGE_BYTES or present >= 2 * rows:
+        rows = min(rows, self.table.rows)
+        wanted = min(2 * rows, self.table.rows)
+        if not self.pages_only or rows * record_bytes < PAGE_BYTES or present >= wanted:
             return
-        free = torch.cuda.mem_get_info(self.device)[0] // 2
-        slots = min(2 * rows + rows // 4, present + free // record_bytes)
+        free = torch.cuda.mem_get_info(self.device)[0] // 2 - PLANNED_BYTES * self.table.rows
+        slots = min(wanted + wanted // 8, present + free // record_bytes)
         if slots > max(present, rows):
             self.empty_caches()
             self._make_caches(slots)

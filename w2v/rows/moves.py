@@ -14,6 +14,8 @@ from torch import Tensor
 from w2v.rows.launch import THREADS, blocks_for, c_struct, kernel
 from w2v.rows.link import Link
 
+MOST_ROWS = 1 << 31  # of a table with a cache: they are numbered in 32 bits
+PLANNED_BYTES = 5  # of a row of such a table, on the GPU: its slot, and bits
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # As in cache.cu: bits of a row's number of uses, and the limit at which all numbers are halved.
 USE_BITS = 4

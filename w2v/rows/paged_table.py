@@ -24,12 +24,12 @@ from w2v.config import TransferConfig
 from w2v.distributed.ranks import Ranks
 from w2v.rows.group import RowGroup, outside_inference, regroup
 from w2v.rows.lookup import LookUp, RowPage
+from w2v.rows.moves import MOST_ROWS
 from w2v.rows.ops import Span
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, RowState, SplitTable, Storage, Table, normal
 
-MOST_ROWS = 1 << 31  # of a cache and of fused steps: they are numbered in 32 bits
 GATHER_ROWS = 1 << 16  # of each rank, at a time
 STEP_ROWS = 1 << 20  # that a step reads and writes at a time
 DRAWN_ROWS = 1 << 12  # times 16

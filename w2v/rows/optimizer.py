@@ -265,6 +265,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                     _prefetch(window, together - 1, together)
                 for table, page in zip(tables, pages, strict=True):
                     table.announced = page
+                    if begins_page:
+                        table.check_views()  # rows that are there now are cached
                 yield batch
                 for look_up in look_ups:  # drop unused vectors, which refer to it
                     look_up.computed.clear()

@@ -272,9 +272,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     look_up.computed.clear()
         finally:
             for table in tables:
-                table.announced = None
-            for group in {table.store.group for table in tables}:
-                group.end_pages()
+                table.end_pages()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""

@@ -319,6 +319,12 @@ class PagedTable:
             reason = "a view of the weight was written to after rows of it were cached (gpu_bytes)"
             raise RuntimeError(f"{reason}; take weight.data anew for each write")
 
+    def end_pages(self) -> None:
+        """Forget the batch of `PagedOptimizer.pages`, and give up its room."""
+        self.announced = None
+        if self._store is not None:
+            self._store.group.end_pages()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
         self.unsent.clear()

@@ -87,8 +87,8 @@ def test_bags_of_the_first_table_may_begin_elsewhere():
 @each_case("dim, mode", [(0, None), (1, "sum"), (2, "sum")])
 def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, mode, monkeypatch):
     seen = []
-    sums = ops.sum_gradients
-    monkeypatch.setattr(ops, "sum_gradients", lambda *given: (seen.append(given[0]), sums(*given)))
+    sums = ops.add_gradients
+    monkeypatch.setattr(ops, "add_gradients", lambda *given: (seen.append(given[0]), sums(*given)))
     is_bag = mode is not None
     ours, theirs = modules(is_bag, (None,) * 3, **{"mode": mode} if is_bag else {})
     paged = PagedOptimizer(ours, "SGD", lr=LR, fused=True)

@@ -24,13 +24,13 @@ def share(places_n, bags):
     return 1 / max(1, len(places_n)) if bags and bags.is_mean else 1
 
 
-def gather_bags(records_SR, slots_U, places_N, dim, bags=None, padding=None):
+def gather_vectors(records_SR, slots_U, places_N, dim, bags=None, padding=None):
     weight_UD = records_SR[slots_U.long(), :dim]
     found = places_of_bags(places_N, bags, padding)
     return torch.stack([weight_UD[its].sum(0) * share(its, bags) for its in found])
 
 
-def sum_gradients(grads, places_N, sums_UD, bags=None, padding=None):
+def add_gradients(grads, places_N, sums_UD, bags=None, padding=None):
     grad_ND = grads.flatten(0, -2)
     found = places_of_bags(places_N, bags, padding)
     for places_n, grad_D in zip(found, grad_ND, strict=True):
@@ -45,7 +45,7 @@ def step_rows(optimizer, counted, seed, records_SR, slots_U, count, grad_UD, lr)
 
 def use_torch_kernels(monkeypatch):
     """Let tables on a CPU be fused."""
-    for kernel in (gather_bags, sum_gradients, step_rows):
+    for kernel in (gather_vectors, add_gradients, step_rows):
         monkeypatch.setattr(ops, kernel.__name__, kernel)
     monkeypatch.setattr(PagedTable, "check_fused", lambda *given: None)  # refuses a CPU
     monkeypatch.setattr(RowGroup, "in_place", lambda its, rows_U, _: (its.table.records_VR, rows_U))

@@ -30,6 +30,7 @@ from tests.support.embeddings import (
 from tests.support.pairwise import pairwise
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.config import OPTIMIZERS
+from w2v.rows import cache
 from w2v.rows import group as rows_group
 from w2v.rows.cache import RowCache
 from w2v.rows.lookup import joined, look_up, stacked
@@ -776,7 +777,7 @@ def other_uses(turn, tables):
 
 
 @devices
-@pytest.mark.filterwarnings("ignore:gpu_bytes has room")
+@pytest.mark.filterwarnings("ignore:the GPU has room")
 @pytest.mark.parametrize("share", ["14%", "60%"])
 def test_other_uses_of_a_cached_table_change_no_bit(device, share, monkeypatch):
     runs = [two_tables(size, device) for size in (0, share, share, 0)]
@@ -788,6 +789,21 @@ def test_other_uses_of_a_cached_table_change_no_bit(device, share, monkeypatch):
     expected = all_records(runs[0][0])
     for tables, _ in runs[1:]:
         assert all(map(torch.equal, all_records(tables), expected))
+
+
+def test_views_that_the_end_of_pages_would_overwrite_are_noticed(monkeypatch):
+    tables, optimizer = two_tables(0)
+    views = [table.weight.data for table in tables]
+    give_pages_room(tables, monkeypatch)
+    for view in views:
+        train_both(tables, optimizer, optimizer.pages(skewed(4), KEYS))
+        view.mul_(2)  # nothing is cached now
+    with pytest.raises(RuntimeError, match="a view of the weight was written to"):
+        for _ in optimizer.pages(skewed(4), KEYS, ahead=4):
+            views[0].mul_(2)
+    monkeypatch.setattr(cache, "MOST_ROWS", 9)
+    with pytest.raises(ValueError, match="cannot cache a table of 60 rows.*set gpu_bytes=0"):
+        PagedEmbedding(MANY, DIM, gpu_bytes="20%")([0])
 
 
 def test_a_table_without_ids_leaves_the_page_of_the_others_as_it_is():
@@ -1083,7 +1099,7 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
 
 
 @devices
-@pytest.mark.filterwarnings("ignore:gpu_bytes has room")
+@pytest.mark.filterwarnings("ignore:the GPU has room")
 @each_case("share", [0, "30%", "100%"])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_tables_that_share_memory_train_as_tables_by_themselves(device, share, ahead):

@@ -239,11 +239,11 @@ def use_bags(dtype):
     slots_U = torch.zeros(ROWS, dtype=torch.int32)
     bags = Bags(2, torch.tensor([0, 3]), is_mean=True)
     for given in ((None, places_N), (slots_U, places_N), (slots_U, places_N, DIM, bags, 1)):
-        weight_ND = ops.gather_bags(records_SR, *given[:2], DIM, *given[3:])
+        weight_ND = ops.gather_vectors(records_SR, *given[:2], DIM, *given[3:])
     sums_UD = torch.zeros(6, DIM)
-    ops.sum_gradients(weight_ND, places_N, sums_UD, bags, 1)
-    ops.sum_gradients(torch.zeros(6, DIM), places_N, sums_UD, None, 1)
-    ops.sum_gradients(
+    ops.add_gradients(weight_ND, places_N, sums_UD, bags, 1)
+    ops.add_gradients(torch.zeros(6, DIM), places_N, sums_UD, None, 1)
+    ops.add_gradients(
         torch.zeros(1, 2, DIM).expand(2, 2, DIM), places_N, sums_UD, Bags(2, None, 1, False, 2)
     )
     for count in (None, torch.tensor(3)):

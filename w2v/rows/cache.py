@@ -75,7 +75,7 @@ class Engine:
         self.records_SR = table.records_VR
         self._is_copy = device is not None
         if device:
-            assert table.rows < MOST_ROWS
+            assert table.rows <= MOST_ROWS
             self.records_SR = table.records_VR.to(device, copy=True)
         self._view = View(self.records_SR, None)
 
@@ -128,7 +128,7 @@ class RowCache(Engine):
         is_timed: bool = True,
         planner: type[TorchPlanner] | type[GpuPlanner] | None = None,
     ):
-        assert table.rows < MOST_ROWS
+        assert table.rows <= MOST_ROWS
         self._table = table
         self.slots = slots
         self._link = link_between(table, device)
@@ -258,6 +258,9 @@ class CachedLink(Link):
     """
 
     def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
+        if table.rows > MOST_ROWS:
+            rows = f"{table.rows:,} rows, which are numbered in 32 bits"
+            raise ValueError(f"gpu_bytes cannot cache a table of {rows}; set gpu_bytes=0")
         self._link = link
         self._table = table
         self.slots = min(slots, table.rows)
@@ -327,7 +330,7 @@ class CachedLink(Link):
             return None
         if rows_U.shape[0] > self.slots:
             if not self._is_warned:
-                room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
+                room = f"the GPU has room for {self.slots:,} rows, but a batch has"
                 remedy = "raise gpu_bytes; such batches are paged without the cache"
                 self._is_warned = True  # before, as warnings may be errors
                 warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)

@@ -60,7 +60,8 @@ def uncompiled(function: Function) -> Function:
     """Return the function, which torch.compile calls as it is.
 
     torch.compiler.disable would import the compiler, which takes as long as torch itself, and would
-    take longer at each call.
+    take longer at each call. Export and tracing are refused. Under torch.func the function runs
+    without its transforms, and an error says what they take.
     """
     disabled: list[Function] = []
 
@@ -373,8 +374,9 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
             normal with standard deviation 1. `w2v.rows.table` has `normal` and `uniform`.
         state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
         gpu_bytes: Memory of the compute device for rows that stay there between uses: "20GiB",
-            "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one width
-            and PagedOptimizer share what they have together. Results are the same bit for bit.
+            "10%" of the table, 0 (only during `PagedOptimizer.pages`), or "auto", half of what is
+            free on a GPU. Tables of one width and PagedOptimizer share what they have together.
+            Results are the same bit for bit.
         process_group: Of torch.distributed, such as `group.WORLD`: rows are sharded over its ranks,
             row v to rank v % N. All ranks make the same calls in the same order.
     """

@@ -21,7 +21,7 @@ from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-PAGE_BYTES = 16 << 20  # of rows whose moves take longer than planning them
+PAGE_BYTES = 16 << 20  # smaller pages get no room: planning takes longer than moving them
 
 
 def outside_inference(function: Function) -> Function:
@@ -46,7 +46,9 @@ class RowGroup:
     Attributes:
         lock: Buffers and records serve one thread at a time.
         parts: The tables that have the records, weights first, and their links.
-        layout: Replaced when rows are renumbered or caches are made: older look-ups are invalid.
+        layout: Replaced when a table joins or leaves, or `gpu_bytes` changes: older look-ups are
+            invalid.
+        link: Moves records past the caches.
         bags_differ: Whether tables were found to differ in the offsets of their bags.
         weights_VW: Weight columns, padded to 16 bytes where the GPU reads them in place.
         is_exact: Whether these have no part of the optimizer state.
@@ -54,7 +56,7 @@ class RowGroup:
 
     parts: list[tuple[Table, Link]]
     caches: list[CachedLink]
-    pages_only: bool  # whether the GPU has rows for `PagedOptimizer.pages` only
+    pages_only: bool  # whether rows are cached during `PagedOptimizer.pages` only
     layout: object
     bags_differ = False
 
@@ -82,36 +84,39 @@ class RowGroup:
         self.layout = object()
         cache_bytes = sum(member.cache_bytes for member in self.members)
         # The records of a split table are those of both its tables, joined.
-        self._make_caches(cache_bytes * self.table.rows // max(1, self.paged_bytes))
-        self.pages_only = self.is_mapped and not self.caches and self.table.rows < MOST_ROWS
+        self._set_slots(cache_bytes * self.table.rows // max(1, self.paged_bytes))
+        self.pages_only = self.is_mapped and not self.caches and self.table.rows <= MOST_ROWS
 
     def make_room(self, rows: int) -> None:
         """Have room for two pages of so many rows, if `pages_only`."""
-        record_bytes = self.table.width * self.table.dtype.itemsize
+        record_bytes = self.paged_bytes // max(1, self.table.rows)  # of both tables, if split
         present = self.caches[0].slots if self.caches else 0
         rows = min(rows, self.table.rows)
         wanted = min(2 * rows, self.table.rows)
         if not self.pages_only or rows * record_bytes < PAGE_BYTES or present >= wanted:
             return
-        free = torch.cuda.mem_get_info(self.device)[0] // 2 - PLANNED_BYTES * self.table.rows
-        slots = min(wanted + wanted // 8, present + free // record_bytes)
+        # As if nothing was taken yet: else each call would take half of what the last one left.
+        free = torch.cuda.mem_get_info(self.device)[0] + present * record_bytes
+        spared = free // 2 - PLANNED_BYTES * self.table.rows
+        slots = min(wanted + wanted // 8, spared // record_bytes)
         if slots > max(present, rows):
             self.empty_caches()
-            self._make_caches(slots)
+            self._set_slots(slots)
 
     def end_pages(self) -> None:
         """Write rows back that were only there for pages."""
         if self.pages_only:
             with self.lock:
                 self.empty_caches()
-                self._make_caches(0)
+                self._set_slots(0)
 
     @property
     def stats(self) -> TransferStats:
         """What has crossed the link so far, with caches."""
         return TransferStats.sum([self._past, *(cache.stats for cache in self.caches)])
 
-    def _make_caches(self, slots: int) -> None:
+    def _set_slots(self, slots: int) -> None:
+        """Make caches anew; those before are empty."""
         slots = min(self.table.rows, slots)
         self._past = self.stats
         self.parts, self.caches = [], []

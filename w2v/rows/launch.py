@@ -345,7 +345,7 @@ def cuda_runtime() -> Any:
 
 
 def blocks_for(threads: int, per_processor: int = 8) -> int:
-    """Return the blocks for that many threads, at most 8 a processor."""
+    """Return the blocks for that many threads, at most so many a processor."""
     return max(1, min(-(-threads // THREADS), per_processor * _processors()))
 
 

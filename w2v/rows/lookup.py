@@ -35,7 +35,7 @@ class LookUp:
         last_N: The last id of each row, on a GPU if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
-        is_computed: Whether it was seen if the vectors of all tables are computed together.
+        is_computed: Whether it was tried to compute the vectors of all tables together.
         tables: The tables, if their ids were read ahead.
         computed: Those vectors that have not been used yet, by index of their table, and its
             version.
@@ -198,7 +198,7 @@ class LookUp:
         records_SR, slots_U = self.weights()
         padding = self.paddings[index] if bags and index is not None else None
         places_N, dim = self.places_of(index), self.group.table.dim
-        return ops.gather_bags(records_SR, slots_U, places_N, dim, bags, padding)
+        return ops.gather_vectors(records_SR, slots_U, places_N, dim, bags, padding)
 
     def add_gradients(
         self,
@@ -210,13 +210,13 @@ class LookUp:
         """Add gradients by row; return the sums [U, D] of these tables."""
         sums_UD = self.sums_for(pending)
         padding = None if index is None else self.paddings[index]
-        ops.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
+        ops.add_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
         return [self.sums[table] for table in pending]
 
     def gradient(self, index: int, grad_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return the gradient [U, D] of a table, without what waits."""
         sums_UD = grad_ND.new_zeros(self.begins[-1], self.group.table.dim)
-        ops.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, self.paddings[index])
+        ops.add_gradients(grad_ND, self.places_of(index), sums_UD, bags, self.paddings[index])
         return sums_UD[self.begins[index] : self.begins[index + 1]]
 
     def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
@@ -375,7 +375,8 @@ def prefetch(
 ) -> None:
     """Begin to bring the rows of a page, as `CachedLink.prefetch`.
 
-    Wrong ids are refused by `wait`, when they are used.
+    Without `part` it is one of `PagedOptimizer.pages`, which may get room. Wrong ids are refused by
+    `wait`, when they are used.
     """
     if not (group.caches or (group.pages_only and part is None)):
         return
@@ -422,8 +423,8 @@ class Identity:
         """Return whether these are the same ids, which were not changed since."""
         if _memory_of(ids) != self._memory:
             return False
-        is_read = ids is self._ids or not isinstance(ids, Tensor)
-        return is_read or _layout_of(ids) == _layout_of(self._ids)
+        is_same = ids is self._ids or not isinstance(ids, Tensor)
+        return is_same or _layout_of(ids) == _layout_of(self._ids)
 
 
 def _memory_of(ids: Any) -> tuple[Any, ...]:

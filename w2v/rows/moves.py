@@ -14,7 +14,7 @@ from torch import Tensor
 from w2v.rows.launch import THREADS, blocks_for, c_struct, kernel
 from w2v.rows.link import Link
 
-MOST_ROWS = 1 << 31  # of a table with a cache: they are numbered in 32 bits
+MOST_ROWS = 2**31 - 1  # of a cached table: they are numbered in 32 bits
 PLANNED_BYTES = 5  # of a row of such a table, on the GPU: its slot, and bits
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # As in cache.cu: bits of a row's number of uses, and the limit at which all numbers are halved.
@@ -22,8 +22,8 @@ USE_BITS = 4
 HIGHEST_LIMIT = 12
 AGE = 2048  # plans after which numbers of uses are halved, whatever the limit is
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
-# for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures). Of records below a
-# KiB, more have to be under way.
+# for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures). Records below a KiB
+# take more blocks: less is under way in each.
 EXCHANGE_BLOCKS, NARROW_BLOCKS = 16, 24
 NARROW_BYTES = 1024
 Rows, RowCounts, Wanted = (c_struct("cache.cu", name) for name in ("Rows", "RowCounts", "Wanted"))

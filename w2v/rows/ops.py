@@ -216,7 +216,7 @@ class Bags(NamedTuple):
         )
 
 
-def gather_bags(
+def gather_vectors(
     records_SR: Tensor,
     slots_U: Tensor | None,  # of unique rows, int32; None: 0, 1, 2, ...
     places_N: Tensor,  # which of these rows each id is, int64
@@ -247,7 +247,7 @@ def gather_bags(
     return weight_ND
 
 
-def sum_gradients(
+def add_gradients(
     grads: Tensor,  # [N, D], or [T, N, D] of the ids or bags of T tables
     places_N: Tensor,
     sums_UD: Tensor,

@@ -229,8 +229,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
         Rows of the next batch come while this one computes, and rows of the batches after it stay,
-        in the memory of gpu_bytes; without that, large pages of pinned tables get room for two
-        pages until the loop ends. Results are those of the loader itself, bit for bit, unless both
+        in the memory of gpu_bytes; without that, pinned tables get room for the rows of `ahead`
+        batches until the loop ends, if these are some MiB and take no more than half of what is
+        free. Results are those of the loader itself, bit for bit, unless both
         it and the loop draw from one random generator. An error of the loader, or an id that is not
         a row, is raised once the batches before it are used.
 
@@ -266,11 +267,14 @@ class PagedOptimizer(torch.optim.Optimizer):
                 for table, page in zip(tables, pages, strict=True):
                     table.announced = page
                     if begins_page:
-                        table.check_views()  # rows that are there now are cached
+                        table.check_views()  # later writes by views would be lost
                 yield batch
                 for look_up in look_ups:  # drop unused vectors, which refer to it
                     look_up.computed.clear()
         finally:
+            for table in tables:
+                table.announced = None
+                table.check_views()  # before any rows are written over what a view has written
             for table in tables:
                 table.end_pages()
 
@@ -509,8 +513,7 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
     for number, batch in enumerate(itertools.islice(window, first, None)):
         for look_up in batch.look_ups:
-            if look_up.group.caches or look_up.group.pages_only:
-                look_ups, soon = pages.setdefault(look_up.group, ([], []))
-                (look_ups if number < count else soon).append(look_up.own)
+            look_ups, soon = pages.setdefault(look_up.group, ([], []))
+            (look_ups if number < count else soon).append(look_up.own)
     for group, (look_ups, soon) in pages.items():
         lookup.prefetch(group, look_ups, soon)

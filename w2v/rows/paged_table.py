@@ -311,19 +311,23 @@ class PagedTable:
             self.add_grad(page, grad_UD.to(self.device, self.parameter.dtype).contiguous())
 
     def check_views(self) -> None:
-        """Raise `RuntimeError` if a view has written to rows that are cached."""
-        if not self.store.group.caches or (weight := self.weight()) is None:
+        """Raise `RuntimeError` if a view has written to cached rows.
+
+        Notes the version of the weight from which on such writes would be lost.
+        """
+        is_cached = self._store is not None and self._store.group.caches
+        if not is_cached or (weight := self.weight()) is None:
             return
         cached_at, self.cached_at = self.cached_at, weight._version
         if cached_at not in (None, self.cached_at):
-            reason = "a view of the weight was written to after rows of it were cached (gpu_bytes)"
-            raise RuntimeError(f"{reason}; take weight.data anew for each write")
+            reason = "a view of the weight was written to after rows of it were cached"
+            raise RuntimeError(f"{reason} (gpu_bytes, pages); take weight.data anew for each write")
 
     def end_pages(self) -> None:
-        """Forget the batch of `PagedOptimizer.pages`, and give up its room."""
-        self.announced = None
-        if self._store is not None:
+        """Give up the room that the rows of `PagedOptimizer.pages` had."""
+        if self._store is not None and self._store.group.pages_only:
             self._store.group.end_pages()
+            self.cached_at = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero."""
@@ -435,7 +439,7 @@ class PagedTable:
             raise ValueError(f"fused=True cannot step a table with {where}; leave it out")
         if self.dtype == torch.float64:
             raise ValueError("fused=True cannot step float64; leave it out")
-        if self.num_embeddings >= MOST_ROWS:
+        if self.num_embeddings > MOST_ROWS:
             rows = f"{self.num_embeddings:,} rows, which are numbered in 32 bits"
             raise ValueError(f"fused=True cannot step {rows}; leave it out")
 
@@ -668,7 +672,7 @@ def open_together(tables: Sequence[PagedTable], optimizer: RowOptimizer) -> set[
             for table in its_tables
         ]
         *begins_TN, rows_N = np.cumsum([[0] * ranks.size, *rows_TN], axis=0).tolist()
-        if len(its_tables) > 1 and rows_N[0] < MOST_ROWS:  # alike on all ranks
+        if len(its_tables) > 1 and rows_N[0] <= MOST_ROWS:  # alike on all ranks
             shape = max(1, rows_N[ranks.rank]), first.embedding_dim
             states = first.layout_for(optimizer).states
             whole = Table("embeddings", *shape, states, {}, first.storage, first.dtype)

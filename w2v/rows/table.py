@@ -393,7 +393,7 @@ def pin(memory: np.ndarray) -> None:
         size = f"{memory.nbytes / 2**30:.1f} GiB"
         raise MemoryError(
             f"cannot pin {size} of CPU memory ({error}); raise its limit (ulimit -l, or --ulimit "
-            "memlock=-1 for a container), or set transfer.engine=staged"
+            "memlock=-1 for a container), or use storage='cpu' (transfer.engine=staged)"
         ) from None
     # An array's callbacks run before its memory is unmapped, a torch storage's after: the system
     # could then give the address to others while it is still registered.

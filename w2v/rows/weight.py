@@ -342,7 +342,7 @@ class PagedWeight(_OfTable, nn.Parameter):
                 expected = f"give one of {list(self.shape)}, of all rows"
                 raise ValueError(f"weight.grad has shape {list(value.shape)}; {expected}")
             table.zero_grad()
-            table.add_whole_grad(value.detach())
+            table.add_whole_grad(value.detach().clone())  # as a fused step makes it 0
 
     @grad.deleter
     def grad(self) -> None:

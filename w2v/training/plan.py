@@ -19,6 +19,7 @@ import w2v
 from w2v.config import Config, ConfigError, flat_config
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
+from w2v.rows.moves import MOST_ROWS
 from w2v.rows.optim import RowOptimizer
 from w2v.system.process import cores, git_commit
 from w2v.system.resources import format_bytes, free_disk_bytes
@@ -40,7 +41,6 @@ KERNELS = {  # as the plan names them
 FEWEST_STEPS = 100  # of a run that learns anything
 LEAST_OF_GPUS = 16_384  # centers of a step that several GPUs train faster than one
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
-MOST_ROWS = 2**31 - 1  # ids are int32
 
 
 # Before the plan: ranks, text, and what they must have in common.

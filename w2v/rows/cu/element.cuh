@@ -37,7 +37,7 @@ __device__ Element to_element(float value, unsigned random) {
 #endif
 }
 
-// `View` of batch.py: the records of rows, row_width elements apart.
+// `View` of ops.py: the records of rows, row_width elements apart.
 struct View {
     Element* records_SR;
     OPTIONAL const int* slot_of_A;  // null if row r is record r

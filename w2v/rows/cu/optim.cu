@@ -10,7 +10,7 @@
 #include "element.cuh"
 #include "unique.cuh"
 
-struct Hyper {  // of batch.py: of one step; what would lose digits in float is computed on the CPU
+struct Hyper {  // of optim.py: of one step; what would lose digits in float is computed on the CPU
     float lr, eps, weight_decay, lr_decay;
     float beta1, rest1, log_beta1, beta2, rest2, log_beta2;  // rest = 1 - beta
 };

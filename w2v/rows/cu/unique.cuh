@@ -4,7 +4,7 @@
 
 #include "common.cuh"
 
-// `RowGrads` of batch.py.
+// `RowGrads` of word2vec/batch.py.
 struct RowGrads {
     OPTIONAL int* index_A;  // of each row among the unique ones, or -1
     OPTIONAL int* rows_U;   // the row of each index

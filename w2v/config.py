@@ -190,10 +190,11 @@ class ModelConfig(Section):
         """Whether near words get more weight by a factor, not by drawn windows."""
         return self.shrink_windows and self.shrink_by == "weigh"
 
-    def distinct_negatives(self, centers: int) -> int:
-        """Return the most different negatives of that many centers."""
+    def distinct_negatives(self, centers: int, steps: int = 1) -> int:
+        """Return the most different negatives of the centers of some steps."""
         drawn = centers * self.negative
-        return min(drawn, max(0, self.negative_pool) or drawn)
+        pools = 1 + -(-(steps - 1) // self.negative_pool_steps)  # which steps may begin anywhere
+        return min(drawn, pools * max(0, self.negative_pool) or drawn)
 
 
 @dataclass(frozen=True)

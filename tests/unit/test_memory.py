@@ -214,6 +214,7 @@ def test_nodes_take_rows_and_paths():
     small, tree = make_task("model.hs=true", counts=counts_V), make_tree(counts_V)
     assert small.path_lengths.sum() == pytest.approx(len(tree.nodes_P), rel=0.1)
     assert small.path_lengths.max() == pytest.approx(tree.depth, abs=1.5)
+    assert replace(both, kernels="sequential").batch_bytes() < both.batch_bytes() / 2
     for kernels in ("cpu", "reference"):
         task = replace(both, kernels=kernels)
         assert task.batch_bytes() > with_setting(task, "model.hs", False).batch_bytes()

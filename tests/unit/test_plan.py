@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.support.each_case import each_case
-from tests.support.rank_threads import Threads
+from tests.support.rank_threads import Threads, together
 from tests.support.zipf import zipf_text
 from w2v.config import ConfigError, load_config
 from w2v.distributed.launcher import NUMBERS, require_environment
-from w2v.distributed.ranks import SINGLE
+from w2v.distributed.ranks import SINGLE, RanksDiffer
 from w2v.rows.cache import Engine, RowCache
 from w2v.rows.optim import RowOptimizer
 from w2v.text.sources import CorpusError
@@ -342,12 +342,17 @@ def test_text_too_small_for_the_batch_size_is_warned_of(caplog):
     assert "train.batch_size=1 " in none and "more text" in none
 
 
-def test_a_resumed_run_is_not_warned_of_its_batch_size(tmp_path, caplog):
+def test_a_resumed_run_keeps_its_batch_size_without_a_warning(tmp_path, caplog, monkeypatch):
     config = configured("vocab.min_count=1", "train.device=cpu", "train.batch_size=1000")
     for run, warned in ((None, True), (tmp_path, False)):
         caplog.clear()
         make_plan(config, zipf_text(200, 2000), run)
         assert ("set train.batch_size=auto" in caplog.text) == warned
+    monkeypatch.setattr(Machine, "here", lambda ranks: WITH_GPU)
+    little = "vocab.min_count=1", "train.batch_size=1000", "transfer.gpu_bytes=100KiB"
+    assert make_plan(configured(*little), zipf_text(2000, 9000)).config.train.batch_size < 1000
+    with pytest.raises(ConfigError, match="batch of 1,000, which a resumed run keeps; raise it"):
+        make_plan(configured(*little), zipf_text(2000, 9000), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +388,10 @@ def test_a_cache_without_room_for_a_row_is_refused_unless_it_is_0(given, monkeyp
     for zero in ("0", "0%"):
         plan = make_plan(configured(*settings, f"transfer.gpu_bytes={zero}"), text)
         assert sum(plan.touched(plan.config.train.batch_size)) <= plan.slots  # for one page
+    pool = "model.negative=20", "model.negative_pool=30", "train.batch_size=4", "model.window=1"
+    several = *settings, *pool, "transfer.steps_per_page=4", "transfer.gpu_bytes=0"
+    plan = make_plan(configured(*several), zipf_text(2000, 10_000))
+    assert plan.slots >= 16 + 4 * 30  # steps of a page may each have a pool of their own
     make_plan(
         configured("vocab.min_count=1", f"transfer.gpu_bytes={given}", "train.device=cpu"), text
     )
@@ -445,9 +454,27 @@ def test_ranks_without_gpus_are_warned_of(caplog):
     assert any("2 ranks without GPUs" in message for message in caplog.messages)
 
 
-def test_vocabulary_smaller_than_the_ranks_is_an_error():
-    with pytest.raises(ConfigError, match="3 words.*5 ranks"):
-        make_plan(configured("train.device=cpu"), zipf_text(3, 1000), ranks=Many(4, 5, None))
+def test_ranks_plan_alike_and_hear_of_errors_of_one(monkeypatch):
+    """Though they have other machines."""
+
+    def planned(machines, text, *settings):
+        monkeypatch.setattr(Machine, "here", lambda ranks: machines[ranks.rank])
+        config = configured("vocab.min_count=1", *settings)
+        return together(len(machines), lambda ranks: make_plan(config, text, ranks=ranks))
+
+    small = replace(WITH_GPU, gpu_free_bytes=1200 * 2**20)
+    plans = planned([WITH_GPU, small], zipf_text(2000, 80_000), "model.vector_size=12000")
+    assert plans[0].engine == plans[1].engine == "mapped" and plans[0].slots == plans[1].slots
+    assert plans[0].config == plans[1].config
+    text = zipf_text(3, 1000)
+    for machines, settings, message in (
+        ([WITH_GPU] * 4, ["train.device=cpu"], "3 words.*4 ranks"),
+        ([WITH_GPU, WITHOUT_CUPY], ["transfer.engine=mapped"], "CuPy|choice of kernels"),
+        ([WITH_GPU, CPU_ONLY], ["train.device=cuda"], "train.device=cuda, but"),
+    ):
+        errors = planned(machines, text, *settings)
+        assert {type(error) for error in errors} <= {ConfigError, RanksDiffer}, errors
+        assert all(re.search(message, str(error)) for error in errors)
 
 
 def paging_of(planned, **changes):

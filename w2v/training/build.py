@@ -22,7 +22,7 @@ from w2v.rows.cache import Engine, RowCache
 from w2v.rows.file import nameless_records
 from w2v.rows.table import Storage, Table, record_width, uniform
 from w2v.system.process import on_threads, return_freed_memory, reuse_freed_memory
-from w2v.training.memory import MOST_STEPS, ROW_TYPES
+from w2v.training.memory import MOST_STEPS, ROW_TYPES, explained
 from w2v.training.plan import Plan
 from w2v.training.trainer import TrainingLoop
 from w2v.word2vec import heldout
@@ -55,15 +55,16 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     if plan.config.train.deterministic:
         # cuBLAS repeats its bits only in a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    text = make_text(plan)
-    paging = make_paging(plan, text)
+    with plan.ranks.reraise(), explained(plan):  # before ranks wait for each other
+        text = make_text(plan)
+        paging = make_paging(plan, text)
+        table = make_table(plan, draws_vectors)
     if plan.is_hosted:
         pages = f"pages     {paging.steps} steps each"
         if paging.lookahead:
             words = paging.lookahead * chunk_words(plan.config.train.batch_size)
             pages += f", lookahead window of {words:,} words"
         log.info(pages)
-    table = make_table(plan, draws_vectors)
     kernels: Any  # those of peers where the exchange needs them
     if peers := find_peers(plan):
         kernels = make_peer_kernels(plan, text.tree, paging.steps)

@@ -424,17 +424,22 @@ class Plan:
             return None
         if self.cache_bytes:
             return min(rows, self.cache_bytes // self.record_bytes)
-        # None are kept from page to page: the most rows that a page of all ranks may touch.
+        # None are kept from page to page: there is room for one, of all ranks.
         steps = max(1, self.config.transfer.steps_per_page)
-        most = self._most_rows(steps * self.config.train.batch_size)
-        return min(rows, sum(min(rows // 2, of_page) for of_page in most) + self.subword_rows)
+        return min(rows, self.most_page_rows(self.config.train.batch_size, steps))
 
-    def _most_rows(self, centers: int) -> tuple[int, int]:
-        """Return the most input and output rows that so many centers may touch."""
+    def most_page_rows(self, batch_size: int, steps: int) -> int:
+        """Return the most rows that a page of so many batches may touch."""
+        of_tables = self._most_rows(steps * batch_size, steps)
+        return sum(min(self.vectors, rows) for rows in of_tables) + self.subword_rows
+
+    def _most_rows(self, centers: int, steps: int = 1) -> tuple[int, int]:
+        """Return the most input and output rows that centers of some steps may touch."""
         model = self.config.model
+        negatives = model.distinct_negatives(centers, steps)
         window = reach(model.window, self.corpus.offsets)
         depth = math.ceil(self.path_lengths.max()) if model.hs else 0
-        return max_rows(centers, model.distinct_negatives(centers), window, depth, self.words)
+        return max_rows(centers, negatives, window, depth, self.words)
 
     @property
     def _tree_bytes(self) -> int:
@@ -461,8 +466,8 @@ class Plan:
         elif self.kernels == "reference":  # products of all pairs
             found += POOL_BYTES * max(0, model.negative_pool)
             found += 8 * centers * (2 * window + 1 + model.negative + depth) * dim
-        else:  # an index of each row, and gradients, of each thread
-            threads = torch.get_num_threads()
+        elif self.kernels == "cpu":  # an index of each row, and gradients, of each thread
+            threads = self.threads
             found += 4 * self.shape.rows * (threads + 1 + bool(self.subwords))
             # Several ranks send and receive weights and gradients, and sum these again.
             arrays = 2 + 4 * (self.ranks.size > 1)
@@ -475,8 +480,8 @@ class Plan:
             found += rows * (4 * dim + 3 * self.record_bytes)  # torch steps copies
         return found
 
-    def touched(self, centers: int) -> tuple[int, int]:
-        """Return the expected unique rows of that many centers, in each table."""
+    def touched(self, centers: int, steps: int = 1) -> tuple[int, int]:
+        """Return the expected unique rows of some steps' centers, by table."""
         model = self.config.model
         total = self.vocab.counts[: self.words].sum()
         every = -(-self.words // SAMPLED)
@@ -495,7 +500,7 @@ class Plan:
         outputs = 0
         if model.negative:  # a word that is a center and a negative has one row
             prob_V = negative_distribution(counts_V, model.ns_exponent)
-            drawn_V = expected_negatives(model, centers, self.ranks.size) * prob_V
+            drawn_V = expected_negatives(model, centers, self.ranks.size, steps) * prob_V
             outputs = unique(uses_V + drawn_V)
         if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.
@@ -512,8 +517,8 @@ def fitting_batch_size(plan: Plan, slots: int) -> int:
     size = plan.config.train.batch_size
     steps = max(1, plan.config.transfer.steps_per_page)
     while size > 1:
-        rows = sum(plan.touched(steps * size))
-        if rows + DEVIATIONS * math.sqrt(rows) <= slots:
+        rows = sum(plan.touched(steps * size, steps))
+        if min(rows + DEVIATIONS * math.sqrt(rows), plan.most_page_rows(size, steps)) <= slots:
             break
         size //= 2
     return size

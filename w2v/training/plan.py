@@ -38,6 +38,7 @@ KERNELS = {  # as the plan names them
     "sequential": "compiled by numba, each center a step of its own",
     "cuda": "fused",
 }
+ENGINES = "resident", "mapped", "staged"  # by what they need of a machine, most first
 FEWEST_STEPS = 100  # of a run that learns anything
 LEAST_OF_GPUS = 16_384  # centers of a step that several GPUs train faster than one
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
@@ -89,12 +90,14 @@ def make_plan(
     space of its old checkpoints counts as free. Raises `ConfigError` if this machine cannot do what
     is asked for.
     """
-    machine = Machine.here(ranks)
+    with ranks.reraise():
+        machine = Machine.here(ranks)
+        # This refuses what cannot be computed, before anything is read.
+        kernels = choose_kernels(config, machine, ranks)
+    ranks.require_equal({"the choice of kernels": kernels}, "set train.kernels=reference")
     if "fasttext" in config.run.formats and not (config.model.subwords and config.model.negative):
         needs = "model.subwords=true and model.negative above 0"
         raise ConfigError(f"run.formats={config.run.formats} needs {needs}")
-    # This refuses what cannot be paged or computed, before anything is read.
-    kernels = choose_kernels(config, machine, ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = Plan(
         config=config,
@@ -116,6 +119,8 @@ def make_plan(
         if fits == size:
             break
         few = f"has room for {plan.slots:,} rows, too few for a batch of {size:,}"
+        if run:  # whose position in the text is counted in batches
+            raise ConfigError(f"transfer.gpu_bytes {few}, which a resumed run keeps; raise it")
         log.warning(f"transfer.gpu_bytes {few}: using train.batch_size={fits}")
         # Planned again, so that automatic settings suit the smaller batch.
         smaller = replace(config, train=replace(config.train, batch_size=fits))
@@ -140,9 +145,12 @@ def resolve(plan: Plan) -> Plan:
         limits = model.min_n, model.max_n, model.buckets
         plan = replace(plan, subwords=Subwords.of(plan.vocab.words, limits, plan.vectors))
         check_rows(plan)
-    engine, reason = choose_engine(plan)
+    # All ranks page alike: as the one with the least room, and with the smallest cache.
+    with plan.ranks.reraise():
+        choice = choose_engine(plan)
+    choices = plan.ranks.all_gather(choice)
+    engine, reason = max(choices, key=lambda choice: ENGINES.index(choice[0]))
     plan = replace(plan, engine=engine, reason=reason)
-    # All ranks page alike, with the smallest cache that any can have.
     plan = replace(plan, slots=min(plan.ranks.all_gather(plan.capacity())))
     config, shared = auto.share_negatives(config, plan.is_paged)
     return replace(plan, config=config, chosen=chosen | shared)
@@ -219,7 +227,7 @@ def check_rows(plan: Plan) -> None:
         remedy = f"set vocab.max_final_vocab={MOST_ROWS * words // rows}"
         least = plan.config.vocab.min_count
         raise ConfigError(f"{many}; {remedy} or raise vocab.min_count={least}")
-    if not plan.ranks.shard_rows(words):
+    if words < plan.ranks.size:
         few = f"{words} words are too few for {plan.ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
 

@@ -365,10 +365,10 @@ def own_one_in(ranks: int) -> int:
     return max(2, ranks - 1)
 
 
-def expected_negatives(model: ModelConfig, centers: int, ranks: int) -> float:
-    """Return the expected number of negatives drawn for so many centers."""
+def expected_negatives(model: ModelConfig, centers: int, ranks: int, steps: int = 1) -> float:
+    """Return the expected number of negatives drawn for the centers of some steps."""
     if ranks == 1 or model.negative_pool > 0:
-        return model.distinct_negatives(centers)
+        return model.distinct_negatives(centers, steps)
     # Those of ranks' own parts, and the words of pools: see `Sampler`.
     return centers * (model.negative + own_one_in(ranks) - 1) / own_one_in(ranks)
 

@@ -87,7 +87,7 @@ def test_the_loss_of_hierarchical_softmax_is_that_of_the_paths():
     zeros_VD = torch.zeros(2 * words - 1, 8)
     for negative in (0, 3):
         model = ModelConfig(hs=True, negative=negative)
-        tree = make_tree(np.arange(1, words + 1), first_row=words if negative else 0)
+        tree = make_tree(np.arange(1, words + 1), first_node=words if negative else 0)
         held = HeldOut(replace(text, tree=tree), model, CPU)
         losses[negative] = held.loss(zeros_VD, zeros_VD) / math.log(2)
     assert losses[0] == pytest.approx(tree.begin_V.diff().double().mean().item(), rel=0.05)

@@ -47,7 +47,7 @@ def test_shares_give_the_tree_of_counts():
 
 def test_rows_of_nodes_begin_where_they_shall():
     counts = [5, 4, 3, 2, 1]
-    first, second = make_tree(counts), make_tree(counts, first_row=5)
+    first, second = make_tree(counts), make_tree(counts, first_node=5)
     assert (second.nodes_P - first.nodes_P == 5).all()
     assert sorted(set(first.nodes_P.tolist())) == [0, 1, 2, 3]
     assert first.depth == first.begin_V.diff().max() == 3

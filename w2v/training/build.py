@@ -20,7 +20,7 @@ from torch import Tensor
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.cache import Engine, RowCache
 from w2v.rows.file import nameless_records
-from w2v.rows.table import Storage, Table, record_width, uniform
+from w2v.rows.table import Storage, Table, uniform
 from w2v.system.process import on_threads, return_freed_memory, reuse_freed_memory
 from w2v.training.memory import MOST_STEPS, ROW_TYPES, explained
 from w2v.training.plan import Plan
@@ -95,7 +95,7 @@ def make_text(plan: Plan) -> TrainingText:
     if model.hs:
         from w2v.word2vec.huffman import make_tree  # numba takes half a second
 
-        tree = make_tree(counts_V, first_row=len(counts_V) * (model.negative > 0))
+        tree = make_tree(counts_V, first_node=len(counts_V) * (model.negative > 0))
     return TrainingText(
         ids_N=load_ids(plan),
         offsets_S=plan.corpus.offsets,
@@ -135,8 +135,7 @@ def make_table(plan: Plan, draws_vectors: bool) -> Table:
     memory_VR = None
     if folder := plan.config.transfer.table_dir:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        width = record_width(size, states, dtype.itemsize, plan.alignment)
-        memory_VR = nameless_records(folder, rows, width, dtype)
+        memory_VR = nameless_records(folder, rows, plan.record_bytes // dtype.itemsize, dtype)
     table = Table(
         "vectors",
         rows,
@@ -215,7 +214,7 @@ def make_word_kernels(plan: Plan) -> Kernels:
         return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
     from w2v.word2vec import cpu  # numba takes half a second
 
-    if plan.kernels == "cpu" or plan.ranks.size > 1:
+    if plan.kernels == "cpu":
         return cpu.CpuKernels(plan.shape, plan.threads)
     # Threads overtake each other in sequential SGD, so that only one is deterministic.
     threads = 1 if plan.config.train.deterministic else plan.threads
@@ -274,7 +273,7 @@ def make_paging(plan: Plan, text: TrainingText) -> Paging:
     if not plan.is_paged:
         # Long pages cost nothing where rows do not move, and save launches or exchanges of ids. But
         # where torch steps, the gradients of all batches of a page are kept.
-        saves = plan.slots or plan.ranks.size > 1
+        saves = plan.slots or plan.ranks.size > 1  # only a GPU has slots
         steps = MOST_STEPS if saves and plan.has_own_step else 1
         return Paging(transfer.steps_per_page or steps)
     # Batches of all ranks are drawn, to count how many of them find room in the caches.

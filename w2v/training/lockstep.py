@@ -27,8 +27,9 @@ class Decision(NamedTuple):
 class Lockstep:
     """Keeps ranks at the same step.
 
-    `vote` is called when a group of batches is drawn. The decision holds for every step of that
-    group: the highest status of all ranks, and rank 0's vote to save.
+    `vote` is called when a group of batches is drawn, or by one process after each step. The
+    decision holds for every step of that group: the highest status of all ranks, and rank 0's vote
+    to save.
     """
 
     def __init__(self, ranks: Ranks, vote: Callable[[], Decision]):

@@ -180,8 +180,7 @@ class Plan:
     @property
     def words(self) -> int:
         """Words of the vocabulary."""
-        words = len(self.vocab.counts)
-        return min(words, self.config.vocab.max_final_vocab or words)
+        return len(self.vocab.counts)
 
     @property
     def on_gpu(self) -> bool:
@@ -270,7 +269,7 @@ class Plan:
     @property
     def path_lengths(self) -> np.ndarray:
         """The expected length of each word's path: the bits of an ideal code."""
-        counts_V = np.maximum(self.vocab.counts[: self.words], 1)
+        counts_V = np.maximum(self.vocab.counts, 1)
         return np.log2(counts_V.sum() / counts_V) + 1
 
     def capacity(self) -> int:
@@ -434,7 +433,7 @@ class Plan:
         return sum(min(self.vectors, rows) for rows in of_tables) + self.subword_rows
 
     def _most_rows(self, centers: int, steps: int = 1) -> tuple[int, int]:
-        """Return the most input and output rows that centers of some steps may touch."""
+        """Return the most input and output rows that some steps may touch."""
         model = self.config.model
         negatives = model.distinct_negatives(centers, steps)
         window = reach(model.window, self.corpus.offsets)
@@ -483,10 +482,10 @@ class Plan:
     def touched(self, centers: int, steps: int = 1) -> tuple[int, int]:
         """Return the expected unique rows of some steps' centers, by table."""
         model = self.config.model
-        total = self.vocab.counts[: self.words].sum()
+        total = self.vocab.counts.sum()
         every = -(-self.words // SAMPLED)
         # A sample of the words: each stands for `every` words around it.
-        counts_V = self.vocab.counts[every // 2 : self.words : every].astype(np.float64)
+        counts_V = self.vocab.counts[every // 2 :: every].astype(np.float64)
         kept_V = counts_V * keep_probabilities(counts_V, total, model.sample)
         uses_V = (centers + 2 * reach(model.window, self.corpus.offsets)) * kept_V / kept_V.sum()
 

@@ -27,7 +27,10 @@ class SaveTimer:
         self._waited = 0.0  # seconds for the last save, if that was long
 
     def due(self, longest: float = math.inf) -> bool:
-        """Return whether a checkpoint is due; after `longest` seconds it is."""
+        """Return whether a checkpoint is due; `longest` bounds the pause.
+
+        It is later if saving takes long, and never if `minutes` is 0.
+        """
         pause = max(min(60 * self._minutes, longest), self._waited / MOST_SHARE)
         return self._minutes > 0 and time.monotonic() - self._last >= pause
 

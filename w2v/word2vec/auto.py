@@ -25,7 +25,7 @@ STEPS = 700  # [22] optimizer steps of a run
 SEQUENTIAL_STEPS = 200  # [23-6] where a batch is only what threads train between two waits
 PAIRS = 5_400  # [22] of the median word in a run, times the root of the dimensions, for RATES
 FALL = 0.55  # [22, 23-6, 27] exponent by which rates fall with pairs
-# [23-6, 27, 27-2] times that a rate is raised at most; of SUMMED in short runs, and for rareness
+# [23-6, 27, 27-2] times that a rate is raised at most; of SUMMED for a short run, and for rareness
 HIGHEST = 1.7
 SHORT = 4e6  # [23-6] centers of a short run, at most
 STABLE = 3.2  # [22] learning rate times cap on occurrences at which SGD still converges
@@ -57,7 +57,7 @@ class Use(NamedTuple):
     centers: float  # of all epochs
     median: float  # centers of the text's median word, whatever vocabulary is kept
     repeat: float  # probability that two centers are the same word
-    pairs: float = 6.0  # of a center, as many as train as much with negatives; see `pairs`
+    pairs: float = 6.0  # of a center; with a tree, those that would train as many rows; see `pairs`
     dropped: float = 0.0  # centers that words outside of the vocabulary would be
 
     @classmethod
@@ -240,7 +240,7 @@ def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> 
     if sequential:
         size = min(use.centers / SEQUENTIAL_STEPS, MOST_GPUS * LARGEST)
     else:
-        most = min(LARGEST, REPEATS / max(use.repeat, REPEATS / LARGEST))
+        most = REPEATS / max(use.repeat, REPEATS / LARGEST)
         size = min(use.centers / SUMMED.get(name, STEPS), min(gpus, MOST_GPUS) * most)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 

@@ -140,7 +140,7 @@ SKIPGRAM = Objective()
 
 
 class Batch(NamedTuple):
-    """Centers of a text with their windows and negatives; words are row ids."""
+    """Centers of a text with their windows and negatives, words by number."""
 
     words_n: Tensor  # int32, the text: the words of a chunk that subsampling has kept
     sentences_n: Tensor  # int32, the sentence of each word
@@ -150,7 +150,7 @@ class Batch(NamedTuple):
     window: int
     epochs_done: float  # passes over the corpus that are done after this batch
     after: Position = Position()  # where the sampler stands once this batch is drawn
-    pool: int = 0  # size of the pool that negatives are picked from; 0: each is drawn by itself
+    pool: int = 0  # the most distinct negatives, if a pool bounds them; 0: all may differ
     lookahead: Lookahead | None = None
     objective: Objective = SKIPGRAM
 

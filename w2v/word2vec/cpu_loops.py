@@ -531,7 +531,7 @@ def list_places(parts, listing):
     sorted by thread. Returns where the lists begin in their memory, for `listed_rows`, and the
     number of rows and that of gradients.
 
-    listing: the last three of `UniqueRows`, of all threads; how many gradients each thread has;
+    listing: the last three of `UniqueRows`, of all threads; for how many gradients each has room;
     -1 for each row; and the memory of the lists, [3, N], of which each part has its own.
     """
     begin, end = parts

@@ -15,10 +15,10 @@ from w2v.system.jit import compiled
 from w2v.word2vec.batch import Tree
 
 
-def make_tree(counts_V: np.ndarray, first_row: int = 0) -> Tree:
+def make_tree(counts_V: np.ndarray, first_node: int = 0) -> Tree:
     """Return the tree that gensim builds of the words' counts.
 
-    Its inner nodes are rows of the output table, from `first_row` on.
+    Its inner nodes are numbered from `first_node` on.
     """
     words = len(counts_V)
     nodes = 2 * words - 1  # words, then inner nodes in the order in which they are made
@@ -30,7 +30,7 @@ def make_tree(counts_V: np.ndarray, first_row: int = 0) -> Tree:
     begin_V = np.concatenate([[0], depth_N[:words].cumsum()])
     nodes_P = np.empty(begin_V[-1], np.int32)
     codes_P = np.empty(begin_V[-1], np.uint8)
-    _list_paths(begin_V, parent_N, code_N, first_row - words, nodes_P, codes_P)
+    _list_paths(begin_V, parent_N, code_N, first_node - words, nodes_P, codes_P)
     tensor = torch.from_numpy
     return Tree(tensor(begin_V), tensor(nodes_P), tensor(codes_P), int(depth_N.max()))
 
@@ -62,7 +62,7 @@ def _join(words, heap, count_N, parent_N, code_N, depth_N):
 
 @compiled
 def _list_paths(begin_V, parent_N, code_N, shift, nodes_P, codes_P):
-    """Set rows and codes of all paths, from the root to each word."""
+    """Set nodes and codes of all paths, from the root to each word."""
     for word in range(len(begin_V) - 1):
         node = word
         for place in range(begin_V[word + 1] - 1, begin_V[word] - 1, -1):

@@ -1,4 +1,4 @@
-"""Arithmetic of a training step: one protocol, three implementations."""
+"""Arithmetic of a training step: one protocol for all devices."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class CudaPeerKernels(CudaKernels):
 
     def mark_owned(self, marks_A: Tensor) -> None:
         """Mark the rows of this rank that any rank has listed for the page."""
-        # One block waits for the other ranks. More would leave no room for the steps that they wait
-        # for before they plan.
+        # One block waits for the other ranks. More could fill this GPU and hold up its steps, for
+        # which the others wait.
         self._kernel("meet_to_plan")(1, peers=self._peers_N, me=self._rank, turn=self._pages)
         self._kernel("gather_marks")(
             blocks_for(marks_A.shape[0]),

@@ -366,7 +366,7 @@ def own_one_in(ranks: int) -> int:
 
 
 def expected_negatives(model: ModelConfig, centers: int, ranks: int, steps: int = 1) -> float:
-    """Return the expected number of negatives drawn for the centers of some steps."""
+    """Return the expected negatives that some steps draw for their centers."""
     if ranks == 1 or model.negative_pool > 0:
         return model.distinct_negatives(centers, steps)
     # Those of ranks' own parts, and the words of pools: see `Sampler`.

@@ -1,5 +1,5 @@
-// Words of a text that are kept, and windows and negatives of batches, as in reference.py. Each
-// number has random bits of its own, so threads share no state.
+// Words of a text that are kept, as in cpu_loops.py, and windows and negatives of batches, as in
+// reference.py. Each number has random bits of its own, so threads share no state.
 
 #include "common.cuh"
 

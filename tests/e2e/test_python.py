@@ -52,7 +52,10 @@ def test_training_returns_the_run(trained, home):
     assert len(trained) == 12 == len(trained.words)
     assert trained.vectors.shape == (12, 8) and trained.vectors.dtype == np.float32
     assert "king" in trained and "nobody" not in trained
-    assert np.array_equal(trained["king"], trained.gensim()["king"])
+    kv = trained.gensim()
+    assert np.array_equal(trained["king"], kv["king"])
+    kv.add_vectors(["own"], [kv["king"]])
+    assert "own" not in trained and len(trained) == len(trained.vectors)
 
 
 def test_a_run_is_continued(trained, home, capsys):

@@ -117,10 +117,13 @@ def test_settings_are_ranked_by_all_sets_on_all_corpora(common, tmp_path):
         ("optimizer.args.eps", "1e-6,1e-3", [1e-6, 1e-3]),
         ("corpus.path", "/a b/c.txt", ["/a b/c.txt"]),
         ("transfer.engine", "resident", ["resident"]),
+        ("corpus.path", "2024.10,\U0001f600.txt", ["2024.10", "\U0001f600.txt"]),
     ],
 )
 def test_axis_values_are_split_at_commas_outside_brackets(key, values, expected):
     assert sweep.parse_axes([f"{key}={values}"]) == {key: expected}
+    for value in expected if key == "corpus.path" else ():
+        assert load_config([], [sweep._assigned(key, value)]).corpus.path == (value,)
 
 
 @each_case("text", ["optimizer.lr", "optimizer.lr=", "optimizer.args.betas=[0"])

@@ -68,6 +68,9 @@ def test_folder_replaces_a_folder(tmp_path):
         assert os.listdir(path) == ["old"]
     assert os.listdir(path) == ["new"]
     assert os.listdir(tmp_path) == ["folder"]
+    with pytest.raises(IsADirectoryError), atomic_path(path) as temporary:
+        temporary.touch()  # a file
+    assert os.listdir(path) == ["new"]
 
 
 def test_content_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):

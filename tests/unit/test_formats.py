@@ -427,6 +427,7 @@ def module(tmp_path, monkeypatch):
 
 
 def test_a_function_splits_lines(tmp_path, module):
+    (tmp_path / "w2v_broken.py").write_text("1 / 0")
     (tmp_path / "a.txt").write_text("abcd ef\nghij\n")
     assert words(tmp_path / "a.txt", tmp_path, tokenize=f"{module}:pairs") == "ab cd e f gh ij"
     assert words(tmp_path / "a.txt", tmp_path, tokenize=f"{module}:text") == "ABCD EF GHIJ"[:7]
@@ -436,6 +437,7 @@ def test_a_function_splits_lines(tmp_path, module):
         "w2v_nothing:words": "is not found .No module named 'w2v_nothing'",
         f"{module}:nothing": "is not found .*has no attribute 'nothing'",
         f"{module}:NUMBER": "is not a function",
+        "w2v_broken:words": r"w2v_broken:words fails \(ZeroDivisionError: .*; correct it",
         f"{module}:fails": r"fails at line 1 of .*a\.txt \(ZeroDivisionError",
     }.items():
         with pytest.raises(CorpusError, match=message):

@@ -93,6 +93,7 @@ RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE":
         ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"LOCAL_RANK": "3"}, "LOCAL_RANK=3 must be below LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=0 must be below LOCAL_WORLD_SIZE=0"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set; start ranks with torchrun"),
     ],
 )
 def test_rank_that_does_not_exist_is_refused_at_once(monkeypatch, wrong, message):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -93,8 +94,14 @@ def test_an_npy_file_is_a_row_store(tmp_path, storage, device, dtype):
     changed = rows.copy()
     changed[5] = 1
     assert np.array_equal(np.load(path), changed if storage == "mmap" else rows)
-    store.save(tmp_path / "copy.npy")
-    copy = np.load(tmp_path / "copy.npy")
+    store.save(tmp_path / "made/copy.npy")
+    copy = np.load(tmp_path / "made/copy.npy")
+    turned = tmp_path / "turned.npy"
+    np.save(turned, np.asfortranarray(rows))
+    refused = pytest.raises(ValueError, match="in Fortran order")
+    with refused if storage == "mmap" else nullcontext():
+        opened = RowStore.open(turned, storage=storage, device=device)
+        assert np.array_equal(opened.get(range(ROWS)).cpu().numpy(), rows)
     assert copy.dtype == dtype
     assert np.array_equal(copy, changed)
     store.save(path)  # with "mmap" the file that the rows are in

@@ -76,7 +76,8 @@ def _answer(
     for words in questions or filter(None, map(str.split, sys.stdin)):
         try:
             answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]
-            unseen = ", ".join(word for word in words if composed(vectors, word) is not None)
+            terms = words[::2] if SIGNS.keys() & words else words
+            unseen = ", ".join(word for word in terms if composed(vectors, word) is not None)
             note = f"  (composed of n-grams: {unseen})" if unseen else ""
             show("\n".join([printable(" ".join(words) + note), *answers]))
         except EvaluationError as error:

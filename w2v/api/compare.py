@@ -135,7 +135,7 @@ def train(
     further.check()
     planned = []
     for name, config in configs.items():
-        for seed in seeds:
+        for seed in dict.fromkeys(seeds):
             seeded = with_seed(config, seed)
             run = _run_folder(folder, f"{name}-seed{seed}", seeded)
             finished = runs.read(run) if (run / "scores.json").exists() else None

@@ -27,7 +27,8 @@ HEADINGS = ["date", "text", "optimizer", *SCORES, "size", "run"]
 def list_runs(options: argparse.Namespace) -> None:
     """Print date, text, optimizer, scores and size of runs, the newest last."""
     folders = []
-    for path in map(Path, options.runs or [PARENT]):
+    for name in options.runs or [PARENT]:
+        path = runs.find(name, "config.yaml") if name == "latest" else Path(name)
         # Runs of a comparison are one level deeper.
         folders += [file.parent for file in path.glob("config.yaml")]
         for pattern in ("config.yaml", f"{runs.VISIBLE}/config.yaml"):
@@ -35,7 +36,7 @@ def list_runs(options: argparse.Namespace) -> None:
     if not folders:
         places = " ".join(options.runs) or PARENT
         raise runs.RunError(f"no run is in {places}; name a folder of runs, or train first")
-    folders.sort(key=_changed)
+    folders = sorted(dict.fromkeys(folders), key=_changed)
     lines = [_line(folder) for folder in folders]
     columns = {heading: [line.get(heading, "-") for line in lines] for heading in HEADINGS}
     shown = {heading: cells for heading, cells in columns.items() if set(cells) != {"-"}}
@@ -106,4 +107,8 @@ def _changed(folder: Path) -> float:
 
 
 def _size(folder: Path) -> int:
-    return sum(file.lstat().st_size for file in folder.rglob("*"))
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # of a run that is writing
+            size += file.lstat().st_size
+    return size

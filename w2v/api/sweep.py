@@ -23,7 +23,15 @@ from typing import Any
 import yaml
 
 from w2v.api import compare
-from w2v.config import Config, ConfigError, find_config, load_config, parse_yaml, plain_values
+from w2v.config import (
+    TYPES,
+    Config,
+    ConfigError,
+    find_config,
+    load_config,
+    parse_yaml,
+    plain_values,
+)
 from w2v.system import console
 from w2v.vectors import runs
 from w2v.vectors.datasets import Further
@@ -53,7 +61,9 @@ def parse_axes(assignments: Sequence[str]) -> dict[str, list[Any]]:
     for assignment in assignments:
         key, _, text = assignment.partition("=")
         try:
-            axes[key] = plain_values(parse_yaml(f"[{text}]"))
+            values = parse_yaml(f"[{text}]")
+            is_text = TYPES.get(key) in (str, tuple[str, ...])
+            axes[key] = values if is_text else plain_values(values)
         except yaml.YAMLError:
             axes[key] = []
         if not axes[key]:
@@ -74,7 +84,7 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
     if "optimizer.args" in given_axes:  # which would replace those of the points
         axes = {key: axes[key] for key in axes if not key.startswith("optimizer.args.")}
     axes = axes | given_axes
-    first = [f"{key}={json.dumps(values[0])}" for key, values in axes.items()]
+    first = [_assigned(key, values[0]) for key, values in axes.items()]
     first_corpus = next(iter(corpora.values()))
     center = compare.planned_config(files, [*first, *first_corpus], path.stem)
     lrs = [float(f"{center.optimizer.lr * factor:.2g}") for factor in LR_FACTORS]
@@ -87,12 +97,16 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
         # Runs are named after what differs between them, a minus sign included.
         differing = [f"{key.rpartition('.')[2]} {point[key]}" for key in axes if axes[key][1:]]
         name = re.sub(r"[^\w.-]+", "-", " ".join([path.stem, *differing])).strip("-")
-        settings = [f"{key}={json.dumps(value)}" for key, value in point.items()]
+        settings = [_assigned(key, value) for key, value in point.items()]
         for ending, corpus in corpora.items():
             given = [*SETTINGS, *settings, *corpus]
             with compare.quiet():  # the plan of the center has logged all warnings
                 configs[f"{name}{ending}"] = compare.planned_config(files, given, name)
     return configs
+
+
+def _assigned(key: str, value: Any) -> str:
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def sweep(
@@ -103,6 +117,7 @@ def sweep(
     Configs of one run.name are ranked together. The best gets all seeds, the others get the first.
     None is best if all diverged.
     """
+    seeds = list(dict.fromkeys(seeds))
     trained = compare.train(configs, seeds[:1], folder, further, save=False)
     # More seeds may show that another point is best, which then needs all seeds too.
     while True:

@@ -198,8 +198,8 @@ class Word2Vec(word2vec.Word2Vec):
 
         With shares of a text, such as 0.05, no word is frequent: they need min_count=0.
         """
-        counts = {}
-        for word, count in dict(word_freq).items():
+        counts, word_freq = {}, dict(word_freq)
+        for word, count in word_freq.items():
             name = f"word_freq[{word!r}]"
             if number := _number(float, name, count):
                 require(0 < number < math.inf, name, count, "finite and not below 0")

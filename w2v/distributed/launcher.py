@@ -118,6 +118,9 @@ def require_environment() -> None:
                 f"{name}={os.environ[name]} must be below {count}={os.environ[count]}; "
                 "ranks are numbered from 0"
             )
+    if not os.environ.get("MASTER_ADDR"):
+        remedy = "start ranks with torchrun, or unset WORLD_SIZE for one"
+        raise ValueError(f"MASTER_ADDR is not set; {remedy}")
 
 
 def job() -> str:
@@ -157,14 +160,14 @@ def default_signals() -> Iterator[None]:
 
 def report_error(error: Exception, message: str) -> None:
     """Print the message, and record the error for torchrun's summary."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
     failed_rank = getattr(error, "failed_rank", None)
     # Name the rank: of an error of all ranks the one where it came up, else this one.
     if failed_rank:
         message += f" (rank {failed_rank})"
     elif started() and failed_rank is None:
         message = f"rank {rank} on {socket.gethostname()}: {message}"
-    if rank == 0 or failed_rank is None:
+    if rank == "0" or failed_rank is None:
         console.show(f"error: {message}", file=sys.stderr)
     else:
         # Rank 0 is ended as soon as this rank exits. Let it print the error first.

@@ -68,7 +68,11 @@ class RowFile:
                 self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
                 offset = self._allocate(file, shape, dtype)
             elif self._is_npy:
-                offset = open_npy(path, "r", (rows, fields["weight"]), NPY_TYPES[dtype]).offset
+                saved = open_npy(path, "r", (rows, fields["weight"]), NPY_TYPES[dtype])
+                if not saved.flags.c_contiguous:
+                    remedy = "save np.ascontiguousarray(array), or use storage='cpu'"
+                    raise ValueError(f"{path} holds an array in Fortran order; {remedy}")
+                offset = saved.offset
             else:
                 offset = 0
                 self._check_layout(shape)

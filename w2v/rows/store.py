@@ -170,10 +170,10 @@ class Rows(Member):
                 return  # the flush has written the file
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 lock(file, path)  # another table that has it open would lose it
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             if suffix == ".npy":
                 save_npy(path, self.table["weight"])
                 return
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
             tensors = {name: value.cpu().contiguous() for name, value in self._tensors().items()}
             with atomic_path(path) as temporary:
                 save_file(tensors, temporary)

@@ -46,7 +46,8 @@ def atomic_path(path: str | Path, synced: bool = True) -> Iterator[Path]:
         yield temporary
         for written in (temporary, *temporary.rglob("*")) if synced else ():
             sync(written)
-        if path.is_dir():  # os.replace() cannot replace a folder that has content
+        # os.replace() cannot replace a folder that has content; a file is not to replace one.
+        if path.is_dir() and temporary.is_dir():
             os.replace(path, Path(folder, "replaced"))
         os.replace(temporary, path)
     sync(path.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -64,7 +65,13 @@ class KernelCache(FunctionCache):
         return file
 
     def _index_key(self, signature: Any, codegen: Any) -> tuple:
-        return signature, codegen.magic_tuple(), repr(_content(self._py_func))
+        return signature, codegen.magic_tuple(), repr(_content(self._py_func)), _intrinsics()
+
+
+@functools.cache
+def _intrinsics() -> str:
+    """Return a hash of the operations that other files' loops contain."""
+    return hashlib.blake2b(Path(__file__).with_name("simd.py").read_bytes()).hexdigest()
 
 
 def _content(value: Any) -> Any:

@@ -125,7 +125,7 @@ def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
 def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     """Return the format of an unpacked file that begins with these bytes."""
     for pattern, kind in COLUMNS.items():
-        if re.match(pattern, head, FLAGS):
+        if re.match(pattern, head, re.DOTALL):
             return Format(kind)
     _refuse(path, head, NOT_TEXT)
     encoding = codecs.lookup(settings.encoding).name
@@ -187,7 +187,7 @@ def _kind_of_json(path: Path, text: str, is_whole: bool) -> str:
         with suppress(json.JSONDecodeError):
             value = json.loads(part)
             names = {name.partition(".")[0] for name in value} if isinstance(value, dict) else {""}
-            if names <= SECTIONS.keys():
+            if names and names <= SECTIONS.keys():
                 _refuse(path, text, CONFIG)
             return kind
     is_long_line = not (is_whole or rest or first.startswith("["))

@@ -61,7 +61,7 @@ def tokenize_mode(files: list[Path], settings: CorpusConfig) -> tuple[str, str]:
     if settings.tokenize == "auto" and text.count(TOKEN_END) > len(tokens) / 2:
         return "whitespace", ""
     if len(sample) > (1 + SPACELESS_SHARE) * len(text):  # such letters take three bytes or more
-        _require_spaces(some[0], text)
+        _require_spaces(" ".join(map(str, some)), text)
     if settings.tokenize == "words":
         return "words", ""
     ending = [token for token in tokens if unicodedata.category(token[-1])[0] == "P"]
@@ -72,14 +72,14 @@ def tokenize_mode(files: list[Path], settings: CorpusConfig) -> tuple[str, str]:
     return "words", f"{100 * share:.0f} % of the tokens end in punctuation: tokenize=words"
 
 
-def _require_spaces(path: Path, text: str) -> None:
+def _require_spaces(paths: str, text: str) -> None:
     """Raise `CorpusError` if words of the text are not separated."""
     size = len("".join(text.split()))
     for script, (letters, longest) in SPACELESS.items():
         runs = re.findall(letters, text)
         found = sum(map(len, runs))
         if found > SPACELESS_SHARE * size and found > longest * len(runs):
-            share = f"{100 * found / size:.0f} % of {path} is {script} without spaces"
+            share = f"{100 * found / size:.0f} % of {paths} is {script} without spaces"
             remedy = "set corpus.tokenize=icu (pip install icu4py) or module:function"
             raise CorpusError(f"{share}; {remedy}, or whitespace if it is split already")
 
@@ -97,6 +97,9 @@ def splitter(settings: CorpusConfig) -> Splitter | None:
     except (ImportError, AttributeError) as error:
         remedy = "install it, or start where its file is"
         raise CorpusError(f"corpus.tokenize={name} is not found ({error}); {remedy}") from None
+    except Exception as error:  # whatever a user's module raises
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CorpusError(f"corpus.tokenize={name} fails ({reason}); correct it") from error
     if not callable(found):
         raise CorpusError(f"corpus.tokenize={name} is not a function; name one")
     return found

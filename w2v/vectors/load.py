@@ -117,13 +117,14 @@ def load(run: str | Path | Words) -> KeyedVectors:
         kv.vectors_vocab, kv.vectors_ngrams = np.array(ngrams.own_VD), np.array(ngrams.buckets_BD)
     else:
         kv = KeyedVectors(dim)
-    kv.index_to_key = words.index_to_key
-    kv.key_to_index = words.key_to_index
+    # Copies, which can be written, if others have these words too.
+    kv.index_to_key = list(words.index_to_key)
+    kv.key_to_index = dict(words.key_to_index)
     kv.next_index = len(words.index_to_key)
-    kv.expandos = words.expandos
+    kv.expandos = dict(words.expandos)
     kv.vectors = words.vectors
-    if isinstance(kv.vectors, np.memmap):
-        kv.vectors = np.array(kv.vectors)  # in memory, where it can be written
+    if isinstance(run, Words) or isinstance(kv.vectors, np.memmap):
+        kv.vectors = np.array(kv.vectors)
     if ngrams:
         kv.recalc_char_ngram_buckets()
     return kv

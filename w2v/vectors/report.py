@@ -160,7 +160,8 @@ def _words(vectors: Path, with_map: bool) -> dict[str, Any]:
     largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
     bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
     found = {"run": str(vectors), "dim": dim, "x": [], "y": [], "groups": []}
-    found |= {"words": "\n".join(kv.index_to_key), "bytes": b64encode(bytes_ND).decode()}
+    words = "\n".join(word.replace("\n", " ") for word in kv.index_to_key)
+    found |= {"words": words, "bytes": b64encode(bytes_ND).decode()}
     with contextlib.suppress(ReportError):  # of too few words
         if with_map:
             places_N2, group_N = project(wide_ND[:MAP_WORDS])
@@ -177,7 +178,8 @@ def word_map(kv: load.Words, file: Path, words: int) -> Path:
     """
     if file.suffix != ".svg":
         raise ReportError(f"{file} is not an SVG file; name one, such as map.svg")
-    places_N2, group_N = project(np.array(kv.vectors[:MAP_WORDS], np.float32))
+    vectors_ND = np.nan_to_num(kv.vectors[:MAP_WORDS], posinf=0, neginf=0)
+    places_N2, group_N = project(vectors_ND.astype(np.float32))
     shown_N2 = places_N2[:words] * [1, -1]  # SVG counts from the top, as no plot does
     shown_N2 = (shown_N2 - shown_N2.min(0)) / np.maximum(np.ptp(shown_N2, axis=0), 1e-30)
     taken: set[tuple[int, int]] = set()  # cells of 8 x 16 pixels that names have

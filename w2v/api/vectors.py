@@ -56,7 +56,8 @@ class Vectors(Words):
 
     @functools.cached_property
     def _index(self) -> Any:
-        return convert.open_index(self.folder, len(self)) if len(self) >= INDEXED_WORDS else None
+        is_large = len(self) >= INDEXED_WORDS
+        return convert.open_index(self.folder, self.vectors) if is_large else None
 
     def __len__(self) -> int:
         return len(self.words)

@@ -74,7 +74,8 @@ GENSIM_ARGUMENTS = [*inspect.signature(word2vec.Word2Vec).parameters]
 class Word2Vec(word2vec.Word2Vec):
     """gensim's Word2Vec with any row-separable torch optimizer.
 
-    Arguments that are not listed mean what they mean in gensim.
+    Arguments that are not listed mean what they mean in gensim. Sentences of more than 10,000 words
+    are trained whole.
 
     Args:
         alpha: Learning rate of the optimizer. By default it suits the optimizer and the text.

@@ -217,8 +217,7 @@ class OptimizerConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         holds = 0 <= self.min_lr <= (self.lr or math.inf)  # 0: auto
-        must_be = f"from 0 to optimizer.lr={self.lr}" if self.lr else "at least 0"
-        self.check("min_lr", holds, must_be)
+        self.check("min_lr", holds, f"from 0 to optimizer.lr={self.lr or 'auto'}")
         must_be = "names and values, with a space after each colon"
         self.check("args", all(str(name).isidentifier() for name in self.args), must_be)
         # torch takes any text for true, and that of a number, such as 010, for no number.

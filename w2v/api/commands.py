@@ -76,7 +76,7 @@ def _answer(
     for words in questions or filter(None, map(str.split, sys.stdin)):
         try:
             answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]
-            terms = words[::2] if SIGNS.keys() & words else words
+            terms = words[:: 1 + bool(SIGNS.keys() & words)]  # not the signs of a sum
             unseen = ", ".join(word for word in terms if composed(vectors, word) is not None)
             note = f"  (composed of n-grams: {unseen})" if unseen else ""
             show("\n".join([printable(" ".join(words) + note), *answers]))

@@ -28,7 +28,9 @@ def list_runs(options: argparse.Namespace) -> None:
     """Print date, text, optimizer, scores and size of runs, the newest last."""
     folders = []
     for name in options.runs or [PARENT]:
-        path = runs.find(name, "config.yaml") if name == "latest" else Path(name)
+        path = Path(name)
+        if name == "latest":
+            path = runs.find(name, "config.yaml")
         # Runs of a comparison are one level deeper.
         folders += [file.parent for file in path.glob("config.yaml")]
         for pattern in ("config.yaml", f"{runs.VISIBLE}/config.yaml"):

@@ -62,8 +62,9 @@ def parse_axes(assignments: Sequence[str]) -> dict[str, list[Any]]:
         key, _, text = assignment.partition("=")
         try:
             values = parse_yaml(f"[{text}]")
-            is_text = TYPES.get(key) in (str, tuple[str, ...])
-            axes[key] = values if is_text else plain_values(values)
+            if TYPES.get(key) not in (str, tuple[str, ...]):
+                values = plain_values(values)
+            axes[key] = values
         except yaml.YAMLError:
             axes[key] = []
         if not axes[key]:

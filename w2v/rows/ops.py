@@ -225,24 +225,22 @@ def gather_vectors(
     padding: int | None = None,  # the place that is left out of bags
 ) -> Tensor:
     """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
-    count = bags.tables * bags.number if bags else places_N.shape[0]
+    of: dict[str, Any]
+    name, of = "gather_ids", {"places": places_N, "count": places_N.shape[0]}
+    count = places_N.shape[0]
+    if bags:
+        name, of = "gather_bags", {"bags": bags.args(places_N, padding)}
+        count = bags.tables * bags.number
     weight_ND = torch.empty(count, dim, device=records_SR.device)
     row_width = records_SR.shape[1]
-    launch = kernel(
-        "rows.cu",
-        "gather_bags" if bags else "gather_ids",
-        ELEMENT=ELEMENTS[records_SR.dtype],
-        WIDE=_wide(dim, row_width),
-    )
-    of_ids: dict[str, Any] = {"places": places_N, "count": count}
-    launch(
+    kernel("rows.cu", name, ELEMENT=ELEMENTS[records_SR.dtype], WIDE=_wide(dim, row_width))(
         blocks_for(32 * count),
         records=records_SR,
         row_width=row_width,
         slots=slots_U,
         dim=dim,
         sums=weight_ND,
-        **({"bags": bags.args(places_N, padding)} if bags else of_ids),
+        **of,
     )
     return weight_ND
 
@@ -256,24 +254,24 @@ def add_gradients(
 ) -> None:
     """Add gradients of ids or bags to the sums, by place, in no fixed order."""
     *counts, dim = grads.shape
-    each = bags.number if bags else counts[-1]
+    count, each = math.prod(counts), counts[-1]
+    of: dict[str, Any]
+    name, of = "add_ids", {"places": places_N, "count": count, "each": each}
+    of["padding"] = -1 if padding is None else padding
+    if bags:
+        name, of, each = "add_bags", {"bags": bags.args(places_N, padding)}, bags.number
     table_stride, stride = each * dim, dim
     if len(counts) > 1:
         table_stride, stride, _ = grads.stride()
-    place = -1 if padding is None else padding
-    of_ids = {"places": places_N, "count": math.prod(counts), "each": each, "padding": place}
-    kernel(
-        "rows.cu",
-        "add_bags" if bags else "add_ids",
-        WIDE=_wide(dim, table_stride, stride, grads.data_ptr() // 4),
-    )(
-        blocks_for(32 * math.prod(counts)),
+    wide = _wide(dim, table_stride, stride, grads.data_ptr() // 4)
+    kernel("rows.cu", name, WIDE=wide)(
+        blocks_for(32 * count),
         grads=grads,
         table_stride=table_stride,
         stride=stride,
         dim=dim,
         sums=sums_UD,
-        **({"bags": bags.args(places_N, padding)} if bags else of_ids),
+        **of,
     )
 
 

@@ -230,10 +230,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
         Rows of the next batch come while this one computes, and rows of the batches after it stay,
         in the memory of gpu_bytes; without that, pinned tables get room for the rows of `ahead`
-        batches until the loop ends, if these are some MiB and take no more than half of what is
-        free. Results are those of the loader itself, bit for bit, unless both
-        it and the loop draw from one random generator. An error of the loader, or an id that is not
-        a row, is raised once the batches before it are used.
+        batches until the loop ends, if these are many: half of what is free at most. Results are
+        those of the loader, bit for bit, unless both it and the loop draw from one random
+        generator. Errors of the loader or of ids are raised once the batches before are used.
 
         Args:
             loader: Batches, such as those of a DataLoader.

@@ -57,7 +57,8 @@ def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) ->
 def map_in_order(workers: int, function: Callable, items: Iterable) -> Generator[Any]:
     """Call a function with each item in threads; yield the results in order.
 
-    At most four calls a thread, and one, wait, run or have results that wait: the memory is bounded.
+    At most four calls a thread and one more wait, run or have results that wait, which bounds the
+    memory.
     """
     pending: deque[Future] = deque()
     with ThreadPoolExecutor(workers) as pool:

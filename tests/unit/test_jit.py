@@ -1,13 +1,28 @@
 """Kernels compiled by numba."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numba
 import pytest
 
 from tests.support.processes import run_python
+from w2v.system import jit
 from w2v.system.jit import compiled
 
 
-def test_a_compiler_that_is_turned_off_is_named(monkeypatch):
+def test_threads_share_numbas_settings_and_a_compiler_that_is_off_is_named(monkeypatch):
+    folders = []
+
+    def cache_of(function):
+        before = numba.config.CACHE_DIR
+        time.sleep(0.02)
+        folders.append((before, numba.config.CACHE_DIR))
+
+    monkeypatch.setattr(jit, "KernelCache", cache_of)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: compiled(lambda x: x), range(3)))
+    assert len({*folders, folders[0][::-1]}) == 1 and folders[0][0]
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     with pytest.raises(ValueError, match="NUMBA_DISABLE_JIT=1 .*unset it"):
         compiled(abs)

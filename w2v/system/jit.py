@@ -29,13 +29,14 @@ def compiled(function: Callable | None = None, **options: Any) -> Any:
     dispatcher = numba.njit(nogil=True, **options)(function)
     if "inline" in options:  # it is a part of its callers
         return dispatcher
-    # numba takes the folder from its settings, which other packages in the process may use too.
-    others_folder = config.CACHE_DIR
-    config.CACHE_DIR = str(kernel_folder("NUMBA_CACHE_DIR"))
-    try:
-        dispatcher._cache = KernelCache(function)
-    finally:
-        config.CACHE_DIR = others_folder
+    # numba takes the folder from its settings, which other threads and packages may use too.
+    with global_compiler_lock:
+        others_folder = config.CACHE_DIR
+        config.CACHE_DIR = str(kernel_folder("NUMBA_CACHE_DIR"))
+        try:
+            dispatcher._cache = KernelCache(function)
+        finally:
+            config.CACHE_DIR = others_folder
     dispatcher.compile = functools.partial(_compile_once, dispatcher.compile, dispatcher._cache)
     return dispatcher
 

@@ -257,6 +257,10 @@ def test_entries_without_text_are_counted(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_bytes(lines({"index": 1}, *entries))
     assert words(tmp_path / "a.jsonl", tmp_path) == "a b b c"
     assert "3 of 5 entries have no text in the field 'text', first line 1" in caplog.text
+    (tmp_path / "a.json").write_bytes(lines({}, *entries))
+    (tmp_path / "b.json").write_bytes(lines({"corpus": "a b"}, {"corpus": "b c"}))  # no config
+    assert words(tmp_path / "a.json", tmp_path) == "a b b c"
+    assert words(tmp_path / "b.json", tmp_path, field="corpus") == "a b b c"
     (tmp_path / "a.jsonl").write_bytes(lines({"index": 1}, {"index": 2}))
     with pytest.raises(CorpusError, match="line 1 has no text in the field 'text' .it has index"):
         words(tmp_path / "a.jsonl", tmp_path)

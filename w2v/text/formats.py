@@ -146,7 +146,7 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     if ending in ("jsonl", "ndjson", "jl"):
         return Format("lines", encoding=encoding)
     if ending == "json" or JSON.match(text):
-        return Format(_kind_of_json(path, text, is_whole), encoding=encoding)
+        return Format(_kind_of_json(path, text, settings.field, is_whole), encoding=encoding)
     is_table = ending in ("csv", "tsv", "tab") or settings.field.isdecimal()
     if dialect := _dialect(text, settings.field, is_table, is_whole):
         return Format("csv", encoding=encoding, dialect=dialect)
@@ -180,14 +180,18 @@ def guess_encoding(path: Path, settings: CorpusConfig) -> str:
     return "=NAME, such as latin-1"
 
 
-def _kind_of_json(path: Path, text: str, is_whole: bool) -> str:
-    """Return "lines" if each line is a value, else "json"."""
+def _kind_of_json(path: Path, text: str, field: str, is_whole: bool) -> str:
+    """Return "lines" if each line is a value, else "json".
+
+    Raises `CorpusError` for a config, unless it has the field of the text.
+    """
     first, _, rest = text.strip().partition("\n")
     for part, kind in ((text, "json"), (first, "lines")):
         with suppress(json.JSONDecodeError):
             value = json.loads(part)
             names = {name.partition(".")[0] for name in value} if isinstance(value, dict) else {""}
-            if names and names <= SECTIONS.keys():
+            is_config = names and names <= SECTIONS.keys()
+            if is_config and field.partition(".")[0] not in names:
                 _refuse(path, text, CONFIG)
             return kind
     is_long_line = not (is_whole or rest or first.startswith("["))

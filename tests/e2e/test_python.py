@@ -139,7 +139,7 @@ def test_runs_and_configs_are_compared(trained, home, monkeypatch, capsys):
     monkeypatch.setattr(compare.pages, "write_page", lambda *_: None)
     names = ["adam", "sgd"]
     to = home / "compared"
-    both = w2v.compare(names, text.partition("=")[2], *settings, epochs=1, seeds=[1, 2], to=to)
+    both = w2v.compare(names, text.partition("=")[2], *settings, epochs=1, seeds=[1, 2, 1], to=to)
     assert "4 of 4" in capsys.readouterr().out
     assert {row.settings["optimizer.name"] for row in both.rows} == {"Adam", "SGD"}
     assert [len(row.runs) for row in both.rows] == [2, 2]

@@ -74,7 +74,7 @@ def test_arguments_that_are_given_as_a_whole_are_not_searched(common):
 
 def test_all_settings_get_one_seed_and_the_best_gets_all(common, trained, tmp_path):
     configs = grid(common, "optimizer.lr=0.001,0.01", "train.batch_size=64,128", BETAS)
-    best = sweep.sweep(configs, [1, 2, 3], tmp_path)
+    best = sweep.sweep(configs, [1, 1, 2, 3], tmp_path)
     found = [read(folder) for folder in find_all([tmp_path])]
     assert len(found) == len(trained) >= 4 + 2
     points = {}

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numba
 import pytest
@@ -23,6 +24,13 @@ def test_threads_share_numbas_settings_and_a_compiler_that_is_off_is_named(monke
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(lambda _: compiled(lambda x: x), range(3)))
     assert len({*folders, folders[0][::-1]}) == 1 and folders[0][0]
+    monkeypatch.undo()
+    code = SimpleNamespace(magic_tuple=tuple)
+    cache = compiled(lambda x: x)._cache
+    key = cache._index_key((), code)
+    assert key == cache._index_key((), code)
+    monkeypatch.setattr(jit, "_intrinsics", lambda: "of another simd.py")
+    assert key != cache._index_key((), code)
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     with pytest.raises(ValueError, match="NUMBA_DISABLE_JIT=1 .*unset it"):
         compiled(abs)

@@ -4,11 +4,12 @@ import fcntl
 import io
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.support.runs import scores_of, write_run
-from w2v.api import cli
+from w2v.api import cli, storage
 from w2v.config import load_config
 from w2v.text import open_corpus
 
@@ -35,7 +36,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_runs_are_listed_by_date_with_their_state(folder, capsys):
+def test_runs_are_listed_by_date_with_their_state(folder, capsys, monkeypatch):
     assert cli.main(["runs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = [re.split(r"  +", line) for line in lines[1:6]]
@@ -47,8 +48,12 @@ def test_runs_are_listed_by_date_with_their_state(folder, capsys):
     assert others[r"runs/damaged\x1b[2J"][1] == "unreadable"
     assert lines[-1].startswith("runs: 5, ") and "cached texts: 1, " in lines[-1]
     assert max(map(len, lines)) <= 100
-    assert cli.main(["runs", "runs/done"]) == 0
-    assert capsys.readouterr().out.count("runs/") == 1
+    for names in (["runs/done"], ["runs/done", "runs/done"], ["latest"]):
+        assert cli.main(["runs", *names]) == 0
+        assert capsys.readouterr().out.count("runs/") == 1, names
+    listed = folder / "runs/done/listed"
+    monkeypatch.setattr(Path, "rglob", lambda path, _: [listed])  # a run has removed it since
+    assert storage._size(folder) == 0
     assert cli.main(["runs", "data"]) == 2
     assert "no run is in data; name a folder of runs" in capsys.readouterr().err
 

@@ -104,11 +104,10 @@ class RowGroup:
             self._set_slots(slots)
 
     def end_pages(self) -> None:
-        """Write rows back that were only there for pages."""
-        if self.pages_only:
-            with self.lock:
-                self.empty_caches()
-                self._set_slots(0)
+        """Write rows back that were only there for pages, as `pages_only` says."""
+        with self.lock:
+            self.empty_caches()
+            self._set_slots(0)
 
     @property
     def stats(self) -> TransferStats:

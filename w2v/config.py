@@ -589,6 +589,11 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
             yield str(section), content
 
 
+def as_assignment(name: str, value: Any) -> str:
+    """Return section.key=value, as `load_config` takes it."""
+    return f"{name}={json.dumps(value, ensure_ascii=False, default=str)}"
+
+
 def _parse(assignment: str) -> tuple[str, Any]:
     """Parse section.key=value, the value as YAML unless the key takes text."""
     name, equals, text = assignment.partition("=")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.each_case import each_case
 from w2v.api import cli, sweep
-from w2v.config import ConfigError, load_config
+from w2v.config import ConfigError, as_assignment, load_config
 from w2v.vectors.datasets import Further
 from w2v.vectors.runs import find_all, quality, read
 
@@ -123,7 +123,7 @@ def test_settings_are_ranked_by_all_sets_on_all_corpora(common, tmp_path):
 def test_axis_values_are_split_at_commas_outside_brackets(key, values, expected):
     assert sweep.parse_axes([f"{key}={values}"]) == {key: expected}
     for value in expected if key == "corpus.path" else ():
-        assert load_config([], [sweep._assigned(key, value)]).corpus.path == (value,)
+        assert load_config([], [as_assignment(key, value)]).corpus.path == (value,)
 
 
 @each_case("text", ["optimizer.lr", "optimizer.lr=", "optimizer.args.betas=[0"])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,7 @@ from w2v.config import (
     TYPES,
     Config,
     ConfigError,
+    as_assignment,
     find_config,
     load_config,
     parse_yaml,
@@ -85,7 +85,7 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
     if "optimizer.args" in given_axes:  # which would replace those of the points
         axes = {key: axes[key] for key in axes if not key.startswith("optimizer.args.")}
     axes = axes | given_axes
-    first = [_assigned(key, values[0]) for key, values in axes.items()]
+    first = [as_assignment(key, values[0]) for key, values in axes.items()]
     first_corpus = next(iter(corpora.values()))
     center = compare.planned_config(files, [*first, *first_corpus], path.stem)
     lrs = [float(f"{center.optimizer.lr * factor:.2g}") for factor in LR_FACTORS]
@@ -98,16 +98,12 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
         # Runs are named after what differs between them, a minus sign included.
         differing = [f"{key.rpartition('.')[2]} {point[key]}" for key in axes if axes[key][1:]]
         name = re.sub(r"[^\w.-]+", "-", " ".join([path.stem, *differing])).strip("-")
-        settings = [_assigned(key, value) for key, value in point.items()]
+        settings = [as_assignment(key, value) for key, value in point.items()]
         for ending, corpus in corpora.items():
             given = [*SETTINGS, *settings, *corpus]
             with compare.quiet():  # the plan of the center has logged all warnings
                 configs[f"{name}{ending}"] = compare.planned_config(files, given, name)
     return configs
-
-
-def _assigned(key: str, value: Any) -> str:
-    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def sweep(

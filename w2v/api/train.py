@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from w2v.config import (
     YAML_SUFFIXES,
     Config,
     ConfigError,
+    as_assignment,
     describe_config,
     load_config,
     nearest_config,
@@ -130,9 +130,8 @@ def as_arguments(settings: Sequence[str | os.PathLike[str]], keys: Mapping[str, 
             near = nearest_key(keyword).rpartition(".")[2]
             hint = f"did you mean {near}?" if near else "see w2v train --help-config"
             raise ConfigError(f"{keyword}={value!r} is not a setting; {hint}")
-        if not isinstance(value, (str, os.PathLike)):
-            value = json.dumps(value, ensure_ascii=False, default=str)
-        arguments.append(f"{name}={value}")
+        is_text = isinstance(value, (str, os.PathLike))
+        arguments.append(f"{name}={value}" if is_text else as_assignment(name, value))
     return arguments
 
 
@@ -293,8 +292,8 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
             texts.append(entry)  # the name of a corpus, or of a file that does not exist
     if texts:
         is_simple = len(texts) == 1 and re.fullmatch(r"[\w./~-]+", texts[0])
-        value = texts[0] if is_simple else json.dumps(texts, ensure_ascii=False)
-        assignments.insert(0, f"corpus.path={value}")
+        plain = f"corpus.path={texts[0]}"
+        assignments.insert(0, plain if is_simple else as_assignment("corpus.path", texts))
     return files, assignments
 
 

@@ -24,6 +24,7 @@ from w2v.system.files import error_message
 from w2v.system.process import ending_signals, terminate_with_parent
 
 NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+REMEDY = "start ranks with torchrun, or unset WORLD_SIZE for one"
 PAUSE_SECONDS = 5.0  # before a rank exits because of another one, which reports its error first
 
 
@@ -110,7 +111,7 @@ def require_environment() -> None:
     if wrong:
         raise ValueError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but these are no numbers: "
-            f"{', '.join(wrong)}; start ranks with torchrun, or unset WORLD_SIZE for one"
+            f"{', '.join(wrong)}; {REMEDY}"
         )
     for count, name in ("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         if number(name) >= number(count):
@@ -119,8 +120,7 @@ def require_environment() -> None:
                 "ranks are numbered from 0"
             )
     if not os.environ.get("MASTER_ADDR"):
-        remedy = "start ranks with torchrun, or unset WORLD_SIZE for one"
-        raise ValueError(f"MASTER_ADDR is not set; {remedy}")
+        raise ValueError(f"MASTER_ADDR is not set; {REMEDY}")
 
 
 def job() -> str:

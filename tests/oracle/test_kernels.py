@@ -47,6 +47,7 @@ from w2v.word2vec.sampler import Sampler
 
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1}
 FORMULAS |= dict.fromkeys(("adadelta", "adam", "adamw", "adamax"), 2)
+FORMULAS |= {"rowwiseadagrad": 1, "rowwiseadam": 2}
 GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED SHARED"
 VARIANTS = [
     ("rows.cu", {}),
@@ -80,8 +81,9 @@ VARIANTS = [
         (
             "optim.cu",
             {
-                "STEP": name,
+                "STEP": name.removeprefix("rowwise"),
                 "STATES": states,
+                "NARROW": int(name.startswith("rowwise")),
                 "ELEMENT": n % 3,
                 "WIDE": (4, 1)[n % 2],
                 "RANKS": (0, 3)[n // 2 % 2],
@@ -107,6 +109,8 @@ OPTIMIZERS = [
     ("Adamax", {"betas": [0.5, 0.99]}),
     ("AdamW", {"betas": [0.0, 0.9]}),
     ("Adamax", {"betas": [0.0, 0.9]}),
+    ("w2v.RowwiseAdagrad", {"weight_decay": 0.1}),
+    ("w2v.RowwiseAdam", {"weight_decay": 0.1}),
 ]
 GPU = pytest.mark.gpu
 CUDA = pytest.param("cuda", marks=GPU)

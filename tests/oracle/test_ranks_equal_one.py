@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, together
@@ -25,7 +26,7 @@ from tests.support.steps import (
 )
 from w2v.config import OPTIMIZERS, OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.rows.optim import FUSED_BETAS
+from w2v.rows.optim import FUSED_BETAS, optimizer_name
 from w2v.word2vec.batch import FAULT_BITS, SKIPGRAM, Batch, Objective, StepShape
 from w2v.word2vec.huffman import make_tree
 from w2v.word2vec.reference import ReferenceKernels
@@ -162,7 +163,7 @@ def test_threads_of_ranks_change_the_order_of_sums_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [cls.__name__ for cls in FUSED_BETAS])
+@each_case("name", [*map(optimizer_name, FUSED_BETAS)])
 def test_every_formula(name):
     check(threads(3), name=name, kernels="cuda", device="cuda")
 

@@ -319,7 +319,7 @@ def _step_of_one_table(
 ) -> Kernel:
     """Return a step that notes no faults."""
     stepped, fault = torch.zeros(2, dtype=torch.int64, device=device).unbind()
-    return step_kernel(optimizer.formula, optimizer.state_count, dtype, dim, ranks=0).bind(
+    return step_kernel(optimizer, dtype, dim, ranks=0).bind(
         dim=dim,
         step_column=step_column,
         cap=0,
@@ -353,7 +353,7 @@ def _numbers(device: torch.device, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def step_kernel(formula: str, states: int, dtype: torch.dtype, dim: int, ranks: int) -> Kernel:
+def step_kernel(optimizer: RowOptimizer, dtype: torch.dtype, dim: int, ranks: int) -> Kernel:
     """Return the kernel of an optimizer's step.
 
     ranks: from how many peers gradients are read; 0 for gradients in one place.
@@ -361,8 +361,9 @@ def step_kernel(formula: str, states: int, dtype: torch.dtype, dim: int, ranks: 
     return kernel(
         "optim.cu",
         "step",
-        STEP=formula,
-        STATES=states,
+        STEP=optimizer.formula.removeprefix("rowwise"),
+        STATES=optimizer.state_count,
+        NARROW=int(optimizer.formula.startswith("rowwise")),
         ELEMENT=ELEMENTS[dtype],
         WIDE=_wide(dim),
         RANKS=ranks,

@@ -185,6 +185,84 @@ class RowOptimizer:
         optimizer.step()
 
 
+class _Rowwise(Optimizer):
+    """Optimizer with states of one number a row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the parameters that have a gradient; return the loss of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (grad := parameter.grad) is not None:
+                    if group["weight_decay"]:
+                        grad = grad.add(parameter, alpha=group["weight_decay"])
+                    self._step_one(parameter, grad, self.state[parameter], group)
+        return loss
+
+    def _step_one(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class RowwiseAdam(_Rowwise):
+    """Adam whose second moment is one number a row: a mean over the row."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, own)
+
+    def _step_one(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        square_V1 = grad.square().mean(-1, keepdim=True)
+        if not state:
+            state["step"] = torch.zeros((), device="cpu")
+            state["exp_avg"] = torch.zeros_like(grad)
+            state["exp_avg_sq"] = torch.zeros_like(square_V1)
+        state["step"] += 1
+        steps = float(state["step"])
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].lerp_(square_V1, 1 - beta2)
+        root_V1 = state["exp_avg_sq"].div(1 - beta2**steps).sqrt_().add_(group["eps"])
+        rate = float(group["lr"]) / (1 - beta1**steps)
+        weight.addcdiv_(state["exp_avg"], root_V1, value=-rate)
+
+
+class RowwiseAdagrad(_Rowwise):
+    """Adagrad with one number a row: the sum of means of squared gradients.
+
+    As the exact row-wise Adagrad of FBGEMM and TorchRec.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def _step_one(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        square_V1 = grad.square().mean(-1, keepdim=True)
+        if not state:
+            state["sum"] = torch.zeros_like(square_V1)
+        state["sum"] += square_V1
+        root_V1 = state["sum"].sqrt().add_(group["eps"])
+        weight.addcdiv_(grad, root_V1, value=-float(group["lr"]))
+
+
 # Classes with a formula, and which of their arguments are its beta1 and beta2.
 FUSED_BETAS = {
     torch.optim.SGD: (),
@@ -194,6 +272,8 @@ FUSED_BETAS = {
     torch.optim.Adam: ("betas",),
     torch.optim.AdamW: ("betas",),
     torch.optim.Adamax: ("betas",),
+    RowwiseAdagrad: (),
+    RowwiseAdam: ("betas",),
 }
 # Any other argument that is set sends the run to torch's own step.
 FUSED_ARGUMENTS = {*"lr eps betas alpha rho weight_decay lr_decay".split()}
@@ -306,84 +386,6 @@ def _rows_are_separable(
 
     separate = np.concatenate([trained(slice(row, row + 1), first) for row in range(4)])
     return np.allclose(trained(slice(None), {}), separate, rtol=1e-5, atol=1e-7)
-
-
-class _Rowwise(Optimizer):
-    """Optimizer with states of one number a row."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Step the parameters that have a gradient; return the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (grad := parameter.grad) is not None:
-                    if group["weight_decay"]:
-                        grad = grad.add(parameter, alpha=group["weight_decay"])
-                    self._step_one(parameter, grad, self.state[parameter], group)
-        return loss
-
-    def _step_one(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        raise NotImplementedError
-
-
-class RowwiseAdam(_Rowwise):
-    """Adam whose second moment is one number a row: a mean over the row."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, own)
-
-    def _step_one(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        square_V1 = grad.square().mean(-1, keepdim=True)
-        if not state:
-            state["step"] = torch.zeros((), device="cpu")
-            state["exp_avg"] = torch.zeros_like(grad)
-            state["exp_avg_sq"] = torch.zeros_like(square_V1)
-        state["step"] += 1
-        steps = float(state["step"])
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].lerp_(square_V1, 1 - beta2)
-        root_V1 = state["exp_avg_sq"].div(1 - beta2**steps).sqrt_().add_(group["eps"])
-        rate = float(group["lr"]) / (1 - beta1**steps)
-        weight.addcdiv_(state["exp_avg"], root_V1, value=-rate)
-
-
-class RowwiseAdagrad(_Rowwise):
-    """Adagrad with one number a row: the sum of means of squared gradients.
-
-    As the exact row-wise Adagrad of FBGEMM and TorchRec.
-    """
-
-    def __init__(
-        self, params: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-
-    def _step_one(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        square_V1 = grad.square().mean(-1, keepdim=True)
-        if not state:
-            state["sum"] = torch.zeros_like(square_V1)
-        state["sum"] += square_V1
-        root_V1 = state["sum"].sqrt().add_(group["eps"])
-        weight.addcdiv_(grad, root_V1, value=-float(group["lr"]))
 
 
 def optimizer_name(optimizer: str | type[Optimizer]) -> str:

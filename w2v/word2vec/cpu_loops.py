@@ -33,9 +33,10 @@ SGD_PREFETCH_CENTERS = 5
 SGD_PREFETCH_PARTS = 4
 PREFETCH_ROWS = 4  # rows by which an owner of rows fetches them early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
-SGD, ADAGRAD, RMSPROP, ADADELTA, ADAM, ADAMW, ADAMAX = range(7)
+SGD, ADAGRAD, RMSPROP, ADADELTA, ADAM, ADAMW, ADAMAX, ROWWISE_ADAGRAD, ROWWISE_ADAM = range(9)
 FORMULAS = dict(sgd=SGD, adagrad=ADAGRAD, rmsprop=RMSPROP, adadelta=ADADELTA)
 FORMULAS |= dict(adam=ADAM, adamw=ADAMW, adamax=ADAMAX)
+FORMULAS |= dict(rowwiseadagrad=ROWWISE_ADAGRAD, rowwiseadam=ROWWISE_ADAM)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
 FAST: dict[str, Any] = {"fastmath": {*simd.FAST}, "error_model": "numpy"}
 # Nothing is allocated, so that references to arrays need no counts: those took half of the time,
@@ -631,6 +632,11 @@ def _step_row(record_R, grad_D, step, formula, states, dim, constants):
     elif weight_decay != 0:
         for d in range(dim):
             grad_D[d] += weight_decay * weight_D[d]
+    mean_square = zero
+    if formula >= ROWWISE_ADAGRAD:
+        for d in range(dim):
+            mean_square += grad_D[d] * grad_D[d]
+        mean_square /= np.float32(dim)
 
     if formula == SGD:
         for d in range(dim):
@@ -652,6 +658,11 @@ def _step_row(record_R, grad_D, step, formula, states, dim, constants):
             delta = np.sqrt(last_D[d] + eps) / np.sqrt(square + eps) * grad_D[d]
             last_D[d] = beta1 * last_D[d] + rest1 * delta * delta
             weight_D[d] -= lr * delta
+    elif formula == ROWWISE_ADAGRAD:
+        record_R[dim] += mean_square
+        root = np.sqrt(record_R[dim]) + eps
+        for d in range(dim):
+            weight_D[d] -= lr * grad_D[d] / root
     else:
         mean_D = grad_D
         if states == 2:
@@ -662,6 +673,12 @@ def _step_row(record_R, grad_D, step, formula, states, dim, constants):
             for d in range(dim):
                 last_D[d] = max(beta2 * last_D[d], abs(grad_D[d]) + eps)
                 weight_D[d] -= rate * mean_D[d] / last_D[d]
+        elif formula == ROWWISE_ADAM:
+            square = beta2 * record_R[2 * dim] + rest2 * mean_square
+            record_R[2 * dim] = square
+            root = np.sqrt(square * unbias) + eps
+            for d in range(dim):
+                weight_D[d] -= rate * mean_D[d] / root
         else:
             for d in range(dim):
                 square = beta2 * last_D[d] + rest2 * grad_D[d] * grad_D[d]

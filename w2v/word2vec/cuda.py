@@ -238,8 +238,8 @@ class CudaKernels(Kernels):
         step, step_column = optimizer.count_step(table)
 
         def bind() -> Kernel:
-            form = optimizer.formula, optimizer.state_count, view.records_SR.dtype
-            launch = step_kernel(*form, self.shape.dim, self._peers)
+            dtype = view.records_SR.dtype
+            launch = step_kernel(optimizer, dtype, self.shape.dim, self._peers)
             return launch.bind(
                 view=view,
                 rows=grads.rows,

@@ -43,7 +43,8 @@ __device__ int find_first(int count, Test is_past) {
 }
 
 // Return the sum of a number of each lane, on GPUs without __reduce_add_sync too.
-__device__ int warp_sum(int number) {
+template <class Number>
+__device__ Number warp_sum(Number number) {
     for (int distance = 16; distance; distance /= 2)
         number += __shfl_xor_sync(ALL, number, distance);
     return number;

@@ -2,9 +2,10 @@
 // written once. Each formula is the step of the torch.optim class of that name, for one element;
 // what is equal for all rows of a step is computed on the CPU.
 //
-// Macros: STEP, one of the formulas below; STATES, the number of its states; ELEMENT of the
-// records; WIDE, elements of a row that are read together, 1 or 4; RANKS, from how many peers
-// gradients are read, 0 for one process and for ranks that have exchanged them.
+// Macros: STEP, one of the formulas below; STATES, the number of its states; NARROW, 1 if the last
+// of them is one number a row; ELEMENT of the records; WIDE, elements of a row that are read
+// together, 1 or 4; RANKS, from how many peers gradients are read, 0 for one process and for ranks
+// that have exchanged them.
 
 #include "common.cuh"
 #include "element.cuh"
@@ -17,7 +18,10 @@ struct Hyper {  // of optim.py: of one step; what would lose digits in float is 
 
 struct Bias {  // 1 - beta ** step for each beta; step, the row's or the table's
     float first, second, step;
+    float square;  // with NARROW, the mean of the row's squared gradients
 };
+
+__device__ float squared(float g, const Bias& bias) { return NARROW ? bias.square : g * g; }
 
 __device__ void sgd(float& w, float g, float* state, const Hyper& h, const Bias& bias) {
     w -= h.lr * (g + h.weight_decay * w);
@@ -25,7 +29,7 @@ __device__ void sgd(float& w, float g, float* state, const Hyper& h, const Bias&
 
 __device__ void adagrad(float& w, float g, float* state, const Hyper& h, const Bias& bias) {
     g += h.weight_decay * w;
-    state[0] += g * g;
+    state[0] += squared(g, bias);
     w -= h.lr / (1 + (bias.step - 1) * h.lr_decay) * g / (sqrtf(state[0]) + h.eps);
 }
 
@@ -53,7 +57,7 @@ __device__ void adam(float& w, float g, float* state, const Hyper& h, const Bias
     g += h.weight_decay * w;
     const float m = mean(g, state, h);
     float& square = state[STATES - 1];
-    square = h.beta2 * square + h.rest2 * g * g;
+    square = h.beta2 * square + h.rest2 * squared(g, bias);
     w -= h.lr / bias.first * m / (sqrtf(square / bias.second) + h.eps);
 }
 
@@ -74,18 +78,17 @@ __device__ void adamax(float& w, float g, float* state, const Hyper& h, const Bi
 
 constexpr float LARGEST = ELEMENT == 2 ? 65504.0f : 3.402823466e38f;  // finite Element
 
-// Return the random bits that round pack i of a record, as in table.py::Table.encode: 64 bits for
-// every four elements.
+// Return the random bits that round a record from its element `first` on, as in
+// table.py::Table.encode: 64 bits for every four elements.
 __device__ unsigned long long rounding(
-    long long row, long long row_width, int i, unsigned long long seed) {
+    long long row, long long row_width, int first, unsigned long long seed) {
     if (ELEMENT != 1) return 0;
-    const int first = i * WIDE;
     return splitmix64(row * (row_width / 4) + first / 4, seed) >> 16 * (first % 4);
 }
 
 // Step the unique rows in place, zero their gradients and reset their indices to -1.
-// One warp steps a row. A record holds dim weights, dim numbers for each state, and the row's own
-// count of steps at step_column, unless that is negative.
+// One warp steps a row. A record holds dim weights, as many numbers for each state or one, and the
+// row's own count of steps at step_column, unless that is negative.
 //
 // stepped: grows by the number of rows. cap: if not 0, a gradient that sums more pairs is scaled
 // down to the mean of `cap` of them.
@@ -105,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
     hyper.lr = lr;
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
-    const int lane = lane_id(), packs = dim / WIDE;
+    constexpr int WIDES = STATES + 1 - NARROW;  // fields of dim numbers
+    const int lane = lane_id(), packs = dim / WIDE, narrow_at = WIDES * dim;
     const long long count = *rows.row_count, stride = warps();
     if (blockIdx.x + threadIdx.x == 0) *stepped += count;
     for (long long n = warp_id(); n < count; n += stride) {
@@ -128,24 +132,44 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
         const auto grads_of = [&](int rank) {
             return (Floats<WIDE>*)(places.peers[rank].grads + (long long)place[rank] * dim);
         };
-        for (int i = lane; i < packs; i += 32) {
+        Floats<WIDE>* grads = (Floats<WIDE>*)(rows.grad_UD + n * dim);
+        const auto grad_at = [&](int i) {
             Floats<WIDE> grad = {};
-            Floats<WIDE>* grads = (Floats<WIDE>*)(rows.grad_UD + n * dim) + i;
-            if (!RANKS) grad = *grads;
+            if (!RANKS) grad = grads[i];
 #pragma unroll
             for (int rank = 0; rank < RANKS; rank++) {
                 if (place[rank] < 0) continue;
                 const Floats<WIDE> part = grads_of(rank)[i];
                 for (int w = 0; w < WIDE; w++) grad.at[w] += part.at[w];
             }
+            for (int w = 0; w < WIDE; w++) grad.at[w] *= scale;
+            return grad;
+        };
+        float narrow = 0, narrow_stepped = 0;
+        if (NARROW) {
+            float sum = 0;
+            for (int i = lane; i < packs; i += 32) {
+                const Floats<WIDE> grad = grad_at(i);
+                const Pack<WIDE> weight = Pack<WIDE>::load(record, i);
+                for (int w = 0; w < WIDE; w++) {
+                    const float g = grad.at[w] + hyper.weight_decay * weight.at[w];
+                    sum += g * g;
+                }
+            }
+            bias.square = warp_sum(sum) / dim;
+            narrow = Pack<1>::load(record, narrow_at).at[0];
+        }
+        for (int i = lane; i < packs; i += 32) {
+            const Floats<WIDE> grad = grad_at(i);
             Pack<WIDE> field[STATES + 1];  // the weight, then the states
 #pragma unroll
-            for (int f = 0; f <= STATES; f++) field[f] = Pack<WIDE>::load(record, f * packs + i);
+            for (int f = 0; f < WIDES; f++) field[f] = Pack<WIDE>::load(record, f * packs + i);
+            for (int w = 0; NARROW && w < WIDE; w++) field[STATES].at[w] = narrow;
 #pragma unroll
             for (int w = 0; w < WIDE; w++) {
                 float state[STATES + 1];
                 for (int s = 0; s < STATES; s++) state[s] = field[s + 1].at[w];
-                STEP(field[0].at[w], scale * grad.at[w], state, hyper, bias);
+                STEP(field[0].at[w], grad.at[w], state, hyper, bias);
                 for (int s = 0; s < STATES; s++) field[s + 1].at[w] = state[s];
             }
             bool finite = true;
@@ -155,19 +179,24 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
                     finite &= fabsf(field[f].at[w]) <= LARGEST;  // false for NaN too
             if (sound && !finite) atomicCAS(fault, 0, this_step + (bit << row % 2));
 #pragma unroll
-            for (int f = 0; f <= STATES; f++)
+            for (int f = 0; f < WIDES; f++)
                 if (sound && finite) {
                     const int at = f * packs + i;
-                    field[f].store(record, at, rounding(row, row_width, at, seed));
+                    field[f].store(record, at, rounding(row, row_width, at * WIDE, seed));
                 }
+            narrow_stepped = field[STATES].at[0];
             // After the loads, which would wait for this write: 59 against 179 us for 50,700 rows.
-            if (!RANKS) *grads = {};
+            if (!RANKS) grads[i] = {};
 #pragma unroll
             for (int rank = 0; rank < RANKS; rank++)
                 if (place[rank] >= 0) grads_of(rank)[i] = {};
         }
         __syncwarp();
         if (lane == 0) {
+            if (NARROW && sound && fabsf(narrow_stepped) <= LARGEST) {
+                const auto random = rounding(row, row_width, narrow_at, seed);
+                Pack<1>{narrow_stepped}.store(record, narrow_at, random);
+            }
             if (rows.index_A) rows.index_A[row] = -1;
             if (cap && !RANKS) rows.pairs_U[n] = 0;
             for (int rank = 0; rank < RANKS; rank++) {

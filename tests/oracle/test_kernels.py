@@ -51,7 +51,7 @@ FORMULAS |= {"rowwiseadagrad": 1, "rowwiseadam": 2}
 GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED SHARED"
 VARIANTS = [
     ("rows.cu", {}),
-    ("rows.cu", {"WIDE": 4, "ELEMENT": 1}),
+    ("rows.cu", {"WIDE": 4, "LANES": 8, "ELEMENT": 1}),
     ("cache.cu", {}),
     ("lookup.cu", {}),
     ("draw.cu", {}),

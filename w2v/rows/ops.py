@@ -21,6 +21,7 @@ from w2v.rows.optim import RowOptimizer
 
 # Enough for the link; more would let one direction starve the other, and be slower.
 READ_BLOCKS, WRITE_BLOCKS = 64, 48
+IDS = 8  # as in rows.cu: whose vectors a thread has parts of
 
 
 class View(NamedTuple):
@@ -189,9 +190,9 @@ def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:
 class Bags(NamedTuple):
     """How the ids of a table are divided into bags whose vectors are summed.
 
-    begins: where each bag begins, int64 on the GPU, and where the last one ends if there is one
-    more than `number`; None: bags of `size` ids. is_mean: whether sums are divided by the number of
-    ids that are not padding. tables: how many, one after the other, have such bags.
+    begins: where each bag begins, int64 on the GPU; the last one has all ids that are left. None:
+    bags of `size` ids. is_mean: whether sums are divided by the number of ids that are not padding.
+    tables: how many, one after the other, have such bags.
     """
 
     number: int
@@ -202,12 +203,10 @@ class Bags(NamedTuple):
 
     def args(self, places_N: Tensor, padding: int | None) -> Any:
         """Return the bags as struct Bags; padding: the place that is left out."""
-        begins = self.begins
         return c_struct("rows.cu", "Bags")(
             places=places_N,
             length=places_N.shape[0] // self.tables,
-            begins=begins,
-            given=0 if begins is None else begins.shape[0],
+            begins=self.begins,
             size=self.size,
             bags=self.number,
             all=self.tables * self.number,
@@ -228,18 +227,20 @@ def gather_vectors(
     of: dict[str, Any]
     name, of = "gather_ids", {"places": places_N, "count": places_N.shape[0]}
     count = places_N.shape[0]
+    groups = -(-count // IDS)
     if bags:
         name, of = "gather_bags", {"bags": bags.args(places_N, padding)}
-        count = bags.tables * bags.number
+        count = groups = bags.tables * bags.number
     weight_ND = torch.empty(count, dim, device=records_SR.device)
     row_width = records_SR.shape[1]
-    kernel("rows.cu", name, ELEMENT=ELEMENTS[records_SR.dtype], WIDE=_wide(dim, row_width))(
-        blocks_for(32 * count),
+    macros = _lanes(dim, _wide(dim, row_width))
+    kernel("rows.cu", name, ELEMENT=ELEMENTS[records_SR.dtype], **macros)(
+        blocks_for(macros["LANES"] * groups),
         records=records_SR,
         row_width=row_width,
         slots=slots_U,
         dim=dim,
-        sums=weight_ND,
+        vectors=weight_ND,
         **of,
     )
     return weight_ND
@@ -258,14 +259,16 @@ def add_gradients(
     of: dict[str, Any]
     name, of = "add_ids", {"places": places_N, "count": count, "each": each}
     of["padding"] = -1 if padding is None else padding
+    groups = -(-count // IDS)
     if bags:
         name, of, each = "add_bags", {"bags": bags.args(places_N, padding)}, bags.number
+        groups = count
     table_stride, stride = each * dim, dim
     if len(counts) > 1:
         table_stride, stride, _ = grads.stride()
-    wide = _wide(dim, table_stride, stride, grads.data_ptr() // 4)
-    kernel("rows.cu", name, WIDE=wide)(
-        blocks_for(32 * count),
+    macros = _lanes(dim, _wide(dim, table_stride, stride, grads.data_ptr() // 4))
+    kernel("rows.cu", name, **macros)(
+        blocks_for(macros["LANES"] * groups),
         grads=grads,
         table_stride=table_stride,
         stride=stride,
@@ -278,6 +281,11 @@ def add_gradients(
 def _wide(*numbers: int) -> int:
     """Return WIDE for rows that begin at multiples of these numbers."""
     return 1 if any(number % 4 for number in numbers) else 4
+
+
+def _lanes(dim: int, wide: int) -> dict[str, int]:
+    """Return macros of vectors of which so many numbers are read together."""
+    return {"WIDE": wide, "LANES": 1 << min(5, (dim // wide - 1).bit_length())}
 
 
 def step_rows(

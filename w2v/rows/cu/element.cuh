@@ -60,6 +60,14 @@ struct Pack {
         return pack;
     }
 
+    // Write pack i of floats.
+    __device__ void write(float* to, long long i) const {
+        Floats<N> floats;
+#pragma unroll
+        for (int n = 0; n < N; n++) floats.at[n] = at[n];
+        ((Floats<N>*)to)[i] = floats;
+    }
+
     // random: 16 bits per element.
     __device__ void store(Element* to, long long i, unsigned long long random) const {
         Stored stored;

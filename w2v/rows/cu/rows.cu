@@ -1,15 +1,18 @@
-// Copy records between tables in pinned CPU memory and slots in GPU memory.
+// Copy records between tables in pinned CPU memory and slots in GPU memory; gather vectors of ids
+// or bags from records on the GPU, and add their gradients.
 //
-// A record is a multiple of 16 bytes. Rows are sorted and unique: neighbouring copies share pages
-// of the address translation, and no two writes meet.
+// A record is a multiple of 16 bytes. Rows that are copied are sorted and unique: neighbouring
+// copies share pages of the address translation, and no two writes meet.
 //
-// Macros: WIDE, numbers of a vector that are read together, 1 or 4; ELEMENT of the records.
+// Macros: WIDE, numbers of a row that are read together, 1 or 4; LANES, threads of a row, a power
+// of 2 up to 32; ELEMENT of the records.
 
 #ifndef ELEMENT
 #define ELEMENT 0  // most kernels copy bytes
 #endif
 #ifndef WIDE
 #define WIDE 1
+#define LANES 32
 #endif
 
 #include "element.cuh"
@@ -96,14 +99,12 @@ extern "C" __global__ void exchange(
     });
 }
 
-// Bags of the ids of tables. Each table has `length` ids and `bags` bags:
-// bag b begins at begins[b], or at b * size; the last of the `given` begins ends with the table's
-// ids.
+// Bags of the ids of tables. Each table has `length` ids and `bags` bags: bag b begins at
+// begins[b], or at b * size; where begins are given, the last one ends with the table's ids.
 struct Bags {
     const long long* places;  // of each id among the unique rows
     long long length;
     OPTIONAL const long long* begins;
-    long long given;
     int size;
     int bags;           // of a table
     int all;            // bags of all tables
@@ -114,57 +115,66 @@ struct Bags {
 struct Bag {
     int table, b;  // bag b of a table
     long long first, end;
-    float share;  // factor of each vector: for means, 1 by the number of ids that are not padding
 
     __device__ Bag(int n, const Bags& of) : table(n / of.bags), b(n - table * of.bags) {
         const long long ids_before = table * of.length;
         first = of.begins ? of.begins[b] : (long long)b * of.size;
-        end = !of.begins ? first + of.size : b + 1 < of.given ? of.begins[b + 1] : of.length;
+        end = !of.begins ? first + of.size : b + 1 < of.bags ? of.begins[b + 1] : of.length;
         first = max(first, 0ll) + ids_before;
         end = min(end, of.length) + ids_before;
+    }
+
+    // Return the factor of each vector: for means, 1 by the number of ids that are not padding.
+    __device__ float share(const Bags& of) const {
+        if (!of.mean) return 1;
         int ids = 0;
-        for (long long i = first + lane_id(); of.mean && i < end; i += 32)
-            ids += of.places[i] != of.padding;
-        share = of.mean ? 1.0f / max(1, warp_sum(ids)) : 1;
+        for (long long i = first; i < end; i++) ids += of.places[i] != of.padding;
+        return 1.0f / max(1, ids);
     }
 };
 
-constexpr int IDS = 8;  // whose rows a warp reads at once
+// Call visit(n, lane) for each n in [0, count), by LANES threads each.
+template <class Visit>
+__device__ void each_group(long long count, Visit visit) {
+    const long long step = threads() / LANES;
+    for (long long n = thread_id() / LANES; n < count; n += step) visit(n, thread_id() % LANES);
+}
+
+constexpr int IDS = 8;  // whose rows a thread reads at once; as in ops.py
 
 // Write the weights of ids, as floats. slots: of the unique rows, by default 0, 1, 2, ...
 extern "C" __global__ void gather_ids(
     const Element* records, long long row_width, OPTIONAL const int* slots,
-    const long long* places, int count, int dim, float* sums) {
-    for (long long first = IDS * warp_id(); first < count; first += IDS * warps()) {
-        const int some = min((long long)IDS, count - first);
-        long long slot = lane_id() < some ? places[first + lane_id()] : 0;
-        if (slots) slot = slots[slot];
+    const long long* places, int count, int dim, float* vectors) {
+    each_group((count + IDS - 1) / IDS, [&](long long group, int lane) {
+        const long long first = group * IDS;
         const Element* rows[IDS];
 #pragma unroll
-        for (int i = 0; i < IDS; i++) rows[i] = records + __shfl_sync(ALL, slot, i) * row_width;
-        for (int p = lane_id(); p < dim / WIDE; p += 32) {
-            Floats<WIDE> packs[IDS];
+        for (int i = 0; i < IDS; i++) {
+            const long long place = places[min(first + i, count - 1ll)];
+            rows[i] = records + (slots ? slots[place] : place) * row_width;
+        }
+        for (int p = lane; p < dim / WIDE; p += LANES) {
+            Pack<WIDE> packs[IDS];
 #pragma unroll
-            for (int i = 0; i < IDS; i++) {
-                const Pack<WIDE> pack = Pack<WIDE>::load(rows[i], p);
-                for (int w = 0; w < WIDE; w++) packs[i].at[w] = pack.at[w];
-            }
+            for (int i = 0; i < IDS; i++) packs[i] = Pack<WIDE>::load(rows[i], p);
 #pragma unroll
             for (int i = 0; i < IDS; i++)
-                if (i < some) ((Floats<WIDE>*)(sums + (first + i) * dim))[p] = packs[i];
+                if (first + i < count) packs[i].write(vectors + (first + i) * dim, p);
         }
-    }
+    });
 }
 
 // Write the sum or mean of each bag's weights, as floats. slots: of the unique rows, by default 0,
 // 1, 2, ...
 extern "C" __global__ void gather_bags(
     const Element* records, long long row_width, OPTIONAL const int* slots, Bags bags, int dim,
-    float* sums) {
-    each_warp(bags.all, [&](long long b) {
+    float* vectors) {
+    each_group(bags.all, [&](long long b, int lane) {
         const Bag bag(b, bags);
-        for (int p = lane_id(); p < dim / WIDE; p += 32) {
-            Floats<WIDE> sum = {};
+        const float share = bag.share(bags);
+        for (int p = lane; p < dim / WIDE; p += LANES) {
+            Pack<WIDE> sum = {};
 #pragma unroll 4
             for (long long i = bag.first; i < bag.end; i++) {
                 const long long place = bags.places[i];
@@ -173,29 +183,28 @@ extern "C" __global__ void gather_bags(
                 const Pack<WIDE> pack = Pack<WIDE>::load(records + slot * row_width, p);
                 for (int w = 0; w < WIDE; w++) sum.at[w] += pack.at[w];
             }
-            for (int w = 0; w < WIDE; w++) sum.at[w] *= bag.share;
-            ((Floats<WIDE>*)(sums + b * dim))[p] = sum;
+            for (int w = 0; w < WIDE; w++) sum.at[w] *= share;
+            sum.write(vectors + b * dim, p);
         }
     });
 }
 
-// Add the gradient of each id to that of its row, in no fixed order; padding gets none. Strides are
-// those of tables, each of which has that many ids, and of ids in the gradients.
+// Add the gradient of each id to that of its row, in no fixed order; padding gets none. Gradients
+// of a table's `each` ids are `stride` apart, those of tables `table_stride`.
 extern "C" __global__ void add_ids(
     STRIDED const float* grads, long long table_stride, long long stride,
     const long long* places, int count, int each, long long padding, int dim, float* sums) {
-    for (long long first = IDS * warp_id(); first < count; first += IDS * warps()) {
-        const int some = min((long long)IDS, count - first);
-        const long long place = lane_id() < some ? places[first + lane_id()] : padding;
+    each_group((count + IDS - 1) / IDS, [&](long long group, int lane) {
+        const long long first = group * IDS;
         const float* from[IDS];
         long long to[IDS];
 #pragma unroll
         for (int i = 0; i < IDS; i++) {
             const int n = min(first + i, count - 1ll), table = n / each;
             from[i] = grads + table * table_stride + (n - table * each) * stride;
-            to[i] = __shfl_sync(ALL, place, i);
+            to[i] = first + i < count ? places[n] : padding;
         }
-        for (int p = lane_id(); p < dim / WIDE; p += 32) {
+        for (int p = lane; p < dim / WIDE; p += LANES) {
             Floats<WIDE> packs[IDS];
 #pragma unroll
             for (int i = 0; i < IDS; i++) packs[i] = ((const Floats<WIDE>*)from[i])[p];
@@ -203,7 +212,7 @@ extern "C" __global__ void add_ids(
             for (int i = 0; i < IDS; i++)
                 if (to[i] != padding) atomic_add((Floats<WIDE>*)(sums + to[i] * dim) + p, packs[i]);
         }
-    }
+    });
 }
 
 // Add the gradient of each bag to those of its rows, in no fixed order; padding gets none. Strides
@@ -211,12 +220,13 @@ extern "C" __global__ void add_ids(
 extern "C" __global__ void add_bags(
     STRIDED const float* grads, long long table_stride, long long stride, Bags bags, int dim,
     float* sums) {
-    each_warp(bags.all, [&](long long b) {
+    each_group(bags.all, [&](long long b, int lane) {
         const Bag bag(b, bags);
         const float* grad_D = grads + bag.table * table_stride + bag.b * stride;
-        for (int p = lane_id(); p < dim / WIDE; p += 32) {
+        const float share = bag.share(bags);
+        for (int p = lane; p < dim / WIDE; p += LANES) {
             Floats<WIDE> grad = ((const Floats<WIDE>*)grad_D)[p];
-            for (int w = 0; w < WIDE; w++) grad.at[w] *= bag.share;
+            for (int w = 0; w < WIDE; w++) grad.at[w] *= share;
             for (long long i = bag.first; i < bag.end; i++)
                 if (bags.places[i] != bags.padding)
                     atomic_add((Floats<WIDE>*)(sums + bags.places[i] * dim) + p, grad);

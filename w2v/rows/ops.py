@@ -225,8 +225,8 @@ def gather_vectors(
 ) -> Tensor:
     """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
     of: dict[str, Any]
-    name, of = "gather_ids", {"places": places_N, "count": places_N.shape[0]}
     count = places_N.shape[0]
+    name, of = "gather_ids", {"places": places_N, "count": count}
     groups = -(-count // IDS)
     if bags:
         name, of = "gather_bags", {"bags": bags.args(places_N, padding)}

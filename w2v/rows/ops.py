@@ -209,7 +209,7 @@ class Bags(NamedTuple):
             begins=self.begins,
             size=self.size,
             bags=self.number,
-            all=self.tables * self.number,
+            tables=self.tables,
             padding=-1 if padding is None else padding,
             mean=self.is_mean,
         )
@@ -255,14 +255,14 @@ def add_gradients(
 ) -> None:
     """Add gradients of ids or bags to the sums, by place, in no fixed order."""
     *counts, dim = grads.shape
-    count, each = math.prod(counts), counts[-1]
+    tables, each = math.prod(counts[:-1]), counts[-1]
     of: dict[str, Any]
-    name, of = "add_ids", {"places": places_N, "count": count, "each": each}
+    name, of = "add_ids", {"places": places_N, "tables": tables, "each": each}
     of["padding"] = -1 if padding is None else padding
-    groups = -(-count // IDS)
+    groups = -(-each // IDS) * tables
     if bags:
         name, of, each = "add_bags", {"bags": bags.args(places_N, padding)}, bags.number
-        groups = count
+        groups = -(-each // IDS) * bags.tables
     table_stride, stride = each * dim, dim
     if len(counts) > 1:
         table_stride, stride, _ = grads.stride()

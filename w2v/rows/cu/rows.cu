@@ -107,16 +107,15 @@ struct Bags {
     OPTIONAL const long long* begins;
     int size;
     int bags;           // of a table
-    int all;            // bags of all tables
+    int tables;
     long long padding;  // place of the padding row, or -1
     bool mean;
 };
 
-struct Bag {
-    int table, b;  // bag b of a table
+struct Bag {  // bag b of a table
     long long first, end;
 
-    __device__ Bag(int n, const Bags& of) : table(n / of.bags), b(n - table * of.bags) {
+    __device__ Bag(int table, int b, const Bags& of) {
         const long long ids_before = table * of.length;
         first = of.begins ? of.begins[b] : (long long)b * of.size;
         end = !of.begins ? first + of.size : b + 1 < of.bags ? of.begins[b + 1] : of.length;
@@ -140,7 +139,7 @@ __device__ void each_group(long long count, Visit visit) {
     for (long long n = thread_id() / LANES; n < count; n += step) visit(n, thread_id() % LANES);
 }
 
-constexpr int IDS = 8;  // whose rows a thread reads at once; as in ops.py
+constexpr int IDS = 8;  // or bags, whose rows a thread has parts of; as in ops.py
 
 // Write the weights of ids, as floats. slots: of the unique rows, by default 0, 1, 2, ...
 extern "C" __global__ void gather_ids(
@@ -170,8 +169,9 @@ extern "C" __global__ void gather_ids(
 extern "C" __global__ void gather_bags(
     const Element* records, long long row_width, OPTIONAL const int* slots, Bags bags, int dim,
     float* vectors) {
-    each_group(bags.all, [&](long long b, int lane) {
-        const Bag bag(b, bags);
+    each_group(bags.tables * (long long)bags.bags, [&](long long n, int lane) {
+        const int table = n / bags.bags;
+        const Bag bag(table, n - (long long)table * bags.bags, bags);
         const float share = bag.share(bags);
         for (int p = lane; p < dim / WIDE; p += LANES) {
             Pack<WIDE> sum = {};
@@ -184,33 +184,72 @@ extern "C" __global__ void gather_bags(
                 for (int w = 0; w < WIDE; w++) sum.at[w] += pack.at[w];
             }
             for (int w = 0; w < WIDE; w++) sum.at[w] *= share;
-            sum.write(vectors + b * dim, p);
+            sum.write(vectors + n * dim, p);
         }
     });
 }
 
+// Adds gradients to those of rows. Those of the last rows are summed first, as atomic additions to
+// the most frequent rows of small tables would wait for each other.
+struct Sums {
+    static constexpr int KEPT = 4;
+    float* sums;
+    int dim, p;  // pack of a row
+    int places[KEPT] = {-1, -1, -1, -1};
+    Floats<WIDE> kept[KEPT];
+
+    __device__ void add(int place, const Floats<WIDE>& grad) {
+        bool is_kept = false;
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            if (places[k] != place) continue;
+            is_kept = true;
+            for (int w = 0; w < WIDE; w++) kept[k].at[w] += grad.at[w];
+        }
+        if (is_kept) return;
+        write(KEPT - 1);
+#pragma unroll
+        for (int k = KEPT - 1; k > 0; k--) places[k] = places[k - 1], kept[k] = kept[k - 1];
+        places[0] = place, kept[0] = grad;
+    }
+
+    __device__ void write(int k) const {
+        float* sum_D = sums + (long long)places[k] * dim;
+        if (places[k] >= 0) atomic_add((Floats<WIDE>*)sum_D + p, kept[k]);
+    }
+
+    __device__ ~Sums() {
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) write(k);
+    }
+};
+
 // Add the gradient of each id to that of its row, in no fixed order; padding gets none. Gradients
-// of a table's `each` ids are `stride` apart, those of tables `table_stride`.
+// of a table's `each` ids are `stride` apart, those of tables `table_stride`. Tables take turns, so
+// that threads which run together seldom add to the same row.
 extern "C" __global__ void add_ids(
     STRIDED const float* grads, long long table_stride, long long stride,
-    const long long* places, int count, int each, long long padding, int dim, float* sums) {
-    each_group((count + IDS - 1) / IDS, [&](long long group, int lane) {
-        const long long first = group * IDS;
+    const long long* places, int tables, int each, long long padding, int dim, float* sums) {
+    const long long groups = (each + IDS - 1) / IDS;  // of a table
+    each_group(groups * tables, [&](long long group, int lane) {
+        const int table = group % tables, first = group / tables * IDS;
+        const float* grads_ND = grads + table * table_stride;
+        const long long* places_N = places + (long long)table * each;
         const float* from[IDS];
-        long long to[IDS];
+        int to[IDS];
 #pragma unroll
         for (int i = 0; i < IDS; i++) {
-            const int n = min(first + i, count - 1ll), table = n / each;
-            from[i] = grads + table * table_stride + (n - table * each) * stride;
-            to[i] = first + i < count ? places[n] : padding;
+            from[i] = grads_ND + min(first + i, each - 1) * stride;
+            to[i] = first + i < each ? places_N[first + i] : padding;
         }
         for (int p = lane; p < dim / WIDE; p += LANES) {
+            Sums of_rows{sums, dim, p};
             Floats<WIDE> packs[IDS];
 #pragma unroll
             for (int i = 0; i < IDS; i++) packs[i] = ((const Floats<WIDE>*)from[i])[p];
 #pragma unroll
             for (int i = 0; i < IDS; i++)
-                if (to[i] != padding) atomic_add((Floats<WIDE>*)(sums + to[i] * dim) + p, packs[i]);
+                if (to[i] != padding) of_rows.add(to[i], packs[i]);
         }
     });
 }
@@ -220,16 +259,20 @@ extern "C" __global__ void add_ids(
 extern "C" __global__ void add_bags(
     STRIDED const float* grads, long long table_stride, long long stride, Bags bags, int dim,
     float* sums) {
-    each_group(bags.all, [&](long long b, int lane) {
-        const Bag bag(b, bags);
-        const float* grad_D = grads + bag.table * table_stride + bag.b * stride;
-        const float share = bag.share(bags);
+    const long long groups = (bags.bags + IDS - 1) / IDS;  // of a table
+    each_group(groups * bags.tables, [&](long long group, int lane) {
+        const int table = group % bags.tables, first = group / bags.tables * IDS;
         for (int p = lane; p < dim / WIDE; p += LANES) {
-            Floats<WIDE> grad = ((const Floats<WIDE>*)grad_D)[p];
-            for (int w = 0; w < WIDE; w++) grad.at[w] *= share;
-            for (long long i = bag.first; i < bag.end; i++)
-                if (bags.places[i] != bags.padding)
-                    atomic_add((Floats<WIDE>*)(sums + bags.places[i] * dim) + p, grad);
+            Sums of_rows{sums, dim, p};
+            for (int b = first; b < min(first + IDS, bags.bags); b++) {
+                const Bag bag(table, b, bags);
+                const float share = bag.share(bags);
+                Floats<WIDE> grad =
+                    ((const Floats<WIDE>*)(grads + table * table_stride + b * stride))[p];
+                for (int w = 0; w < WIDE; w++) grad.at[w] *= share;
+                for (long long i = bag.first; i < bag.end; i++)
+                    if (bags.places[i] != bags.padding) of_rows.add(bags.places[i], grad);
+            }
         }
     });
 }

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
-from w2v.rows.group import Function
+from w2v.rows.group import Function, outside_inference
 from w2v.rows.lookup import Identity, Ids, RowPage, as_tensor, stacked
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable
@@ -533,6 +533,7 @@ def page(
     return _replace(model, {module: paged(module) for module in large}, weights, "page")
 
 
+@outside_inference  # the model is trained later
 def unpage(model: nn.Module) -> nn.Module:
     """Replace paged embeddings by torch's, in place; return the model.
 

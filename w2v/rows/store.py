@@ -236,6 +236,7 @@ class RowStore(Rows):
         init: Maps row ids [n] to rows [n, D]; by default rows are zero. An existing file stays.
     """
 
+    @outside_inference  # rows are put later
     def __init__(
         self,
         num_rows: int,

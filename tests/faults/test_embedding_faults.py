@@ -468,6 +468,9 @@ def test_checkpoints_of_other_groups_are_refused(tmp_path, monkeypatch):
     two = PagedOptimizer(groups, "Adamax", lr=0.5)
     with pytest.raises(ValueError, match="saved has 1 groups of tables, and the optimizer 2; make"):
         two.load(tmp_path / "saved")
+    for step in (-1, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"step={step!r} is no step; give a whole number"):
+            optimizer.save(tmp_path / "saved", step=step)
     save = Checkpoints.save
     monkeypatch.setattr(  # as an earlier version
         Checkpoints, "save", lambda its, _, **how: save(its, {"step": 2, "lr": [0.1]}, **how)

@@ -374,9 +374,9 @@ def test_a_checkpoint_has_what_schedulers_change(tmp_path):
 
     first = made()
     train(*first, list(batches())[:2])
-    first[1].save(tmp_path / "saved", step=2)
+    first[1].save(tmp_path / "saved", step=np.int64(2))
     resumed = made()
-    resumed[1].load(tmp_path / "saved")
+    assert resumed[1].load(tmp_path / "saved") == 2
     resumed[2].load_state_dict(first[2].state_dict())
     for run in (first, resumed):
         train(*run, list(batches())[2:])

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -358,6 +358,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         The folder keeps the last two steps. Each rank writes its rows, without a copy in memory;
         they load into any number of ranks. Several machines need storage that they share.
         """
+        if not isinstance(step, Integral) or step < 0:
+            raise ValueError(f"step={step!r} is no step; give a whole number of at least 0")
         Path(folder).mkdir(parents=True, exist_ok=True)
         last = latest(Path(folder), self._ranks)
         if last and step <= last.state["step"]:
@@ -368,7 +370,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             {key: group[key] for key in SCHEDULED if key in group} | {"lr": _rate(group["lr"])}
             for group in self.param_groups
         ]
-        saver.save({"step": step, "groups": groups}, copied=False)
+        saver.save({"step": int(step), "groups": groups}, copied=False)
         saver.wait()
 
     def load(self, folder: str | Path) -> int:

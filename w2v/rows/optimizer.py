@@ -343,14 +343,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             shapes = {name: (rows, *own.shape[1:])[: own.dim()] for name, own in state.items()}
             if {name: value.shape for name, value in given.items()} != shapes:
                 raise ValueError(f"the state of table {place} is of another optimizer or shape")
-            loaded.append((table, state, given))
+            loaded.append((table, given))
         super().load_state_dict(state_dict | {"state": others})  # checks the numbers of tables
         self._link()
         self._note_state()
-        for table, state, given in loaded:
-            table.store.version += 1
-            for name, value in given.items():
-                state[name].copy_(table.own_rows(value))
+        for table, given in loaded:
+            table.set_state(given)
 
     def save(self, folder: str | Path, step: int) -> None:
         """Write weights and states of all tables, and learning rates, to a folder.

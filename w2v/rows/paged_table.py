@@ -401,16 +401,13 @@ class PagedTable:
             first = "make its PagedOptimizer before the first use, when it is not frozen"
             raise ValueError(f"path={self.path}: the file is open without this state; {first}")
         with self._store.lock:
-            if self.path is not None:
-                state = self.state()
-                for name, value in self.initial_state().items():
-                    state[name].copy_(value)
-                self._store.version += 1
-            elif had or has:
+            if had != has:
                 new = self._new_table(self.num_embeddings, layout)
                 new["weight"].copy_(self.stored())
                 regroup(self._store, new, self.device)
-        self._layout, self.has_optimizer = layout, True
+            self._layout, self.has_optimizer = layout, True
+            if had == has != []:
+                self.set_state(self.initial_state())
 
     def layout_for(self, optimizer: RowOptimizer) -> Layout:
         """Return what the table keeps for an optimizer."""
@@ -538,6 +535,13 @@ class PagedTable:
         store.flush()
         own = {name: store.table[name] for name in self._layout.states}
         return own | {name: store.table.scalars[name] for name in self._layout.scalars}
+
+    def set_state(self, values: dict[str, Tensor]) -> None:
+        """Set the optimizer state; `values` are of the rows of all ranks."""
+        state = self.state()
+        self.store.version += 1
+        for name, value in values.items():
+            state[name].copy_(self.own_rows(value))
 
     def initial_state(self) -> dict[str, Tensor]:
         """Return the state before the first step, of the rows of all ranks."""

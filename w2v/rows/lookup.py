@@ -189,8 +189,14 @@ class LookUp:
         """Get the weights of tables, if other ranks own them."""
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return weights on the compute device, and the slots of the rows in them."""
-        return self.group.read_weights(self.wait(), self.narrow_N)
+        """Return weights on the compute device, and the slots of the rows in them.
+
+        Without slots the rows are in order.
+        """
+        rows_U, group = self.wait(), self.group
+        if (located := group.in_place(rows_U, self.narrow_N)) is not None:
+            return located
+        return group.read_stored(group.link, group.weights_VW, rows_U), None
 
     @outside_inference
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:

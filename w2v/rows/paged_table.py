@@ -502,8 +502,7 @@ class PagedTable:
         # A user's function may not run on a GPU.
         is_ours = getattr(whole, "__module__", None) == normal.__module__
         device = self.device if is_ours else None
-        of_ranks = self.ranks.global_rows
-        first_row = len(range(rank, old_rows, size))
+        of_ranks, first_row = self.ranks.global_rows, self.ranks.shard_rows(old_rows)
         table.initialise(lambda rows_n: whole(of_ranks(rows_n)), device, first_row=first_row)
 
     def _copy_table(self, rows: int) -> Table:

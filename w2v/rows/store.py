@@ -186,7 +186,7 @@ class Rows(Member):
             self.version += 1
             if _suffix(path, len(self.first_rows)) == ".npy":
                 dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
-                rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
+                rows_VD = open_npy(path, (len(self), self.table.dim), dtype)
                 self.table.initialise(copy_rows(rows_VD))
                 return
             try:

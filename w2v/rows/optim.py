@@ -187,6 +187,14 @@ class RowOptimizer:
 class _Rowwise(Optimizer):
     """Optimizer with states of one number a row."""
 
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        for name, value in defaults.items():
+            below = {"betas": 1.0}.get(name, math.inf)
+            if not all(0 <= number < below for number in np.ravel(value)):
+                limits = f"at least 0, and below {below}"
+                raise ValueError(f"{name}={value} is out of range; give {limits}")
+        super().__init__(params, defaults)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step the parameters that have a gradient; return the loss of `closure`."""
@@ -219,8 +227,7 @@ class RowwiseAdam(_Rowwise):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, own)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _step_one(
         self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -249,7 +256,7 @@ class RowwiseAdagrad(_Rowwise):
     def __init__(
         self, params: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _step_one(
         self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]

@@ -404,8 +404,6 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
     Args:
         scale_grad_by_freq: Not with mode="max".
         mode: "sum", "mean" or "max".
-        sparse: As for a `PagedEmbedding`.
-        _weight: As for a `PagedEmbedding`.
         include_last_offset: Whether offsets end with the number of ids.
         padding_idx: Row that is left out of all bags.
         **settings: Further arguments of a `PagedEmbedding`.

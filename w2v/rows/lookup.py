@@ -324,12 +324,6 @@ class RowPage:
         place = self.look_up.paddings[self.index]
         return None if place is None else place - self.look_up.begins[self.index]
 
-    def with_records(self, records_UR: Tensor, version: tuple[int, int]) -> RowPage:
-        """Return a page with the records that were read now."""
-        page = RowPage(self.store, self.found, self.index, self.rows())
-        page.records, page.version = records_UR, version
-        return page
-
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return vectors in the shape of the ids; those of bags as they are."""
         if bags or len(self.shape) == 1:

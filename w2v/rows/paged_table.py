@@ -216,7 +216,8 @@ class PagedTable:
             store.group.write(store, rows_U, records_UR)
             count_changes([self])
         if not self.fused:
-            page = page.with_records(records_UR, self.version)
+            page = RowPage(store, page.found, page.index, rows_U)
+            page.records, page.version = records_UR, self.version
         return page, weight_UD
 
     # Gradients, and the step by torch.
@@ -405,7 +406,7 @@ class PagedTable:
                 new = self._new_table(self.num_embeddings, layout)
                 new["weight"].copy_(self.stored())
                 regroup(self._store, new, self.device)
-            self._layout, self.has_optimizer = layout, True
+            self._layout = layout
             if had == has != []:
                 self.set_state(self.initial_state())
 

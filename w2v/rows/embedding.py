@@ -248,8 +248,6 @@ class PagedRows(nn.Module):
         if init is not None and not callable(init):
             kind = type(init).__name__
             raise ValueError(f"init is a {kind}; give a function of row ids, or write into weight")
-        if self.path is not None:
-            raise ValueError(f"path={self.path}: a file cannot grow; load its rows into another")
         if num_embeddings < self.num_embeddings:
             fewer = f"{num_embeddings} rows are fewer than the present {self.num_embeddings}"
             raise ValueError(f"{fewer}; a table can only grow")

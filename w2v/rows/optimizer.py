@@ -131,6 +131,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for table in tables:
             if table not in opened and (table.trainable or table.has_state):
                 table.attach(optimizer)
+        for table in tables:  # once none has been refused
             table.has_optimizer = True
             table.fused = self._fused
             table.shows_grad = is_one

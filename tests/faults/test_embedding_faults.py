@@ -386,6 +386,16 @@ def test_what_the_table_cannot_become_is_refused(tmp_path):
         model.share_memory()
     with pytest.raises(ValueError, match="8 rows are fewer than the present 9"):
         table.grow(ROWS - 1)
+    with pytest.raises(ValueError, match="a file cannot grow; load its rows into another"):
+        in_file.weight.data = torch.ones(ROWS + 1, DIM)
+    with pytest.raises(ValueError, match="init gives .* for 2 rows"):
+        table.grow(ROWS + 2, normal(DIM + 1, 1.0, 1))
+    with pytest.raises(IndexError, match=f"id {ROWS} is not a row"):
+        table([ROWS])
+    by_row, _ = trainable(tmp_path, optimizer="Adam", step="row")
+    with pytest.raises(ValueError, match="cannot hold each row's own 'step'"):
+        by_row.half()
+    assert by_row.dtype == by_row.weight.dtype == by_row([1]).dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph")
@@ -468,6 +478,9 @@ def test_checkpoints_of_other_groups_are_refused(tmp_path, monkeypatch):
     two = PagedOptimizer(groups, "Adamax", lr=0.5)
     with pytest.raises(ValueError, match="saved has 1 groups of tables, and the optimizer 2; make"):
         two.load(tmp_path / "saved")
+    for step in (-1, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"step={step!r} is no step; give a whole number"):
+            optimizer.save(tmp_path / "saved", step=step)
     save = Checkpoints.save
     monkeypatch.setattr(  # as an earlier version
         Checkpoints, "save", lambda its, _, **how: save(its, {"step": 2, "lr": [0.1]}, **how)
@@ -525,6 +538,13 @@ def test_an_optimizer_that_is_refused_leaves_the_table_as_it_was(tmp_path):
     after = optimizer_state(table)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     train_step(table, optimizer, ids, target)
+    both = [embedding(tmp_path), embedding(tmp_path, state_storage="cpu")]
+    with pytest.raises(ValueError, match="this optimizer keeps no state; leave state_storage out"):
+        PagedOptimizer(both, "SGD", lr=0.1)
+    for each in both:
+        with pytest.warns(UserWarning, match="no PagedOptimizer steps this"):
+            each([1]).sum().backward()
+        assert each.weight.grad[1].eq(1).all()
 
 
 def test_a_padding_row_outside_the_table_is_refused():

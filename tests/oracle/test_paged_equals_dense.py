@@ -181,6 +181,10 @@ def test_states_of_one_number_a_row(tmp_path, storage, device, kind, step):
     state = paged_optimizer.state_dict()["state"][0]
     (narrow,) = state.keys() & {"sum", "exp_avg_sq"}
     assert state[narrow].shape == (ROWS, 1)
+    for wrong in ({"eps": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}):
+        if kind is RowwiseAdam or "betas" not in wrong:
+            with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* is out of range; give"):
+                kind(dense.parameters(), **wrong)
 
 
 BAGS = [

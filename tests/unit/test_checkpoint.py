@@ -202,6 +202,8 @@ def test_ranks_that_do_not_share_the_folder_are_refused(tmp_path):
 )
 def test_tables_of_another_model_are_refused_unchanged(tmp_path, other):
     save(tmp_path)
+    with pytest.raises(CheckpointError, match="but this run's is None; resume with the settings"):
+        latest(tmp_path).load(make_tables()[:1])
     tables, expected = make_tables(**other), make_tables(**other)
     with pytest.raises(CheckpointError, match="but this run's is .*the settings of the run"):
         latest(tmp_path).load(tables)

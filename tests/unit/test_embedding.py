@@ -374,9 +374,9 @@ def test_a_checkpoint_has_what_schedulers_change(tmp_path):
 
     first = made()
     train(*first, list(batches())[:2])
-    first[1].save(tmp_path / "saved", step=2)
+    first[1].save(tmp_path / "saved", step=np.int64(2))
     resumed = made()
-    resumed[1].load(tmp_path / "saved")
+    assert resumed[1].load(tmp_path / "saved") == 2
     resumed[2].load_state_dict(first[2].state_dict())
     for run in (first, resumed):
         train(*run, list(batches())[2:])
@@ -614,7 +614,17 @@ def test_a_new_optimizer_forgets_the_state_of_an_earlier_one(tmp_path):
             train_step(table, optimizer, *batch)
             optimizer = PagedOptimizer(table, "Rprop", lr=0.1)
         trained.append(weights(table))
+        table.store.flush()
+        del table, optimizer
+        (tmp_path / "embedding").unlink(missing_ok=True)
+        table, _ = trainable(tmp_path, storage, optimizer="Adagrad")
+        PagedOptimizer(table, "Adagrad", lr=0.1, initial_accumulator_value=0.5)
+        assert optimizer_state(table)["sum"].eq(0.5).all()
     assert torch.equal(*trained)
+    tables = [embedding(tmp_path) for _ in range(2)]
+    for _ in range(2):
+        PagedOptimizer(tables, "Adam", lr=0.1)
+    assert tables[0].store.group is tables[1].store.group
 
 
 @each_case("share", [0, "20%", "100%"])

@@ -16,7 +16,8 @@ from w2v import RowStore
 @stored
 @each_case("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_come_back_as_they_were_put(tmp_path, storage, device, dtype):
-    store = row_store(tmp_path, storage, device, dtype=dtype)
+    with torch.inference_mode():
+        store = row_store(tmp_path, storage, device, dtype=dtype)
     assert (store.bytes, len(store)) == (ROWS * 128, ROWS)
     values = torch.randn(2, 2, DIM, dtype=torch.float64, requires_grad=True)
     store.put(np.array([[3, 0], [8, 3]], np.int32), values)

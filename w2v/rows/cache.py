@@ -392,15 +392,13 @@ class CachedLink(Link):
     def _filled(self) -> Engine:
         """Return the cache, a new one after `flush`."""
         if self._cache is None:
-            self._cache = self._new_cache()
+            if self.slots == self._table.rows:
+                self._cache = Engine(self._table, self._device)
+            else:
+                self._cache = RowCache(self._table, self.slots, self._device, is_timed=False)
             if self._table.storage == "mmap":  # the file outlives this link and the program
                 self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
         return self._cache
-
-    def _new_cache(self) -> Engine:
-        if self.slots == self._table.rows:
-            return Engine(self._table, self._device)
-        return RowCache(self._table, self.slots, self._device, is_timed=False)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.

@@ -232,15 +232,15 @@ class Checkpoint:
         with ranks.reraise():
             scalars = []  # each with its value
             with self.checked():
-                for table in tables:
-                    here = wanted[table.name]
-                    saved = self._tables.get(table.name)
-                    if saved is None or _layout(saved) != _layout(here):
+                for name in wanted | self._tables:
+                    saved, here = self._tables.get(name), wanted.get(name)
+                    if not (saved and here) or _layout(saved) != _layout(here):
                         differs = f"holds the table {saved}, but this run's is {here}"
                         remedy = "resume with the settings of the run"
                         raise CheckpointError(f"{self.path} {differs}; {remedy}")
+                for table in tables:
                     # Ranks that were not there before take the scalars of one that was.
-                    values = saved["scalars"][ranks.rank % self.ranks]
+                    values = self._tables[table.name]["scalars"][ranks.rank % self.ranks]
                     for name, scalar in table.scalars.items():
                         scalars.append((scalar, torch.full_like(scalar, values[name])))
             records = {table.name: (wanted[table.name]["rows"], table.saved_VR) for table in tables}

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, shard
-from w2v.rows.group import Function
+from w2v.rows.group import Function, outside_inference
 from w2v.rows.lookup import Identity, Ids, RowPage, as_tensor, stacked
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable
@@ -248,8 +248,6 @@ class PagedRows(nn.Module):
         if init is not None and not callable(init):
             kind = type(init).__name__
             raise ValueError(f"init is a {kind}; give a function of row ids, or write into weight")
-        if self.path is not None:
-            raise ValueError(f"path={self.path}: a file cannot grow; load its rows into another")
         if num_embeddings < self.num_embeddings:
             fewer = f"{num_embeddings} rows are fewer than the present {self.num_embeddings}"
             raise ValueError(f"{fewer}; a table can only grow")
@@ -404,8 +402,6 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
     Args:
         scale_grad_by_freq: Not with mode="max".
         mode: "sum", "mean" or "max".
-        sparse: As for a `PagedEmbedding`.
-        _weight: As for a `PagedEmbedding`.
         include_last_offset: Whether offsets end with the number of ids.
         padding_idx: Row that is left out of all bags.
         **settings: Further arguments of a `PagedEmbedding`.
@@ -533,6 +529,7 @@ def page(
     return _replace(model, {module: paged(module) for module in large}, weights, "page")
 
 
+@outside_inference  # the model is trained later
 def unpage(model: nn.Module) -> nn.Module:
     """Replace paged embeddings by torch's, in place; return the model.
 

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class RowFile:
                 self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
                 offset = self._allocate(file, shape, dtype)
             elif self._is_npy:
-                saved = open_npy(path, "r", (rows, fields["weight"]), NPY_TYPES[dtype])
+                saved = open_npy(path, (rows, fields["weight"]), NPY_TYPES[dtype])
                 if not saved.flags.c_contiguous:
                     remedy = "save np.ascontiguousarray(array), or use storage='cpu'"
                     raise ValueError(f"{path} holds an array in Fortran order; {remedy}")
@@ -192,17 +192,14 @@ def nameless_records(folder: str | Path, rows: int, width: int, dtype: torch.dty
 
 
 def open_npy(
-    path: str | Path,
-    mode: Literal["r", "r+"] = "r",
-    shape: tuple[int, int] | None = None,
-    dtype: np.dtype | None = None,
+    path: str | Path, shape: tuple[int, int] | None = None, dtype: np.dtype | None = None
 ) -> np.memmap:
     """Map an .npy file of rows [V, D] in float64, float32 or float16.
 
     Raises `ValueError` if it holds something else, or not rows of this shape and dtype.
     """
     try:
-        rows_VD = np.lib.format.open_memmap(path, mode)
+        rows_VD = np.lib.format.open_memmap(path, "r")
     except (ValueError, EOFError) as error:
         reason = one_line(error)
         raise ValueError(f"{path} cannot be read as an .npy file of numbers: {reason}") from None

@@ -143,15 +143,6 @@ class RowGroup:
             return part.records_VR, rows_U.int() if narrow_U is None else narrow_U
         return None
 
-    def read_weights(self, rows_U: Tensor, narrow_U: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return weights on the compute device, and the slots of the rows in them.
-
-        Without slots the rows are in order.
-        """
-        if (located := self.in_place(rows_U, narrow_U)) is not None:
-            return located
-        return self.read_stored(self.link, self.weights_VW, rows_U), None
-
     def read_stored(
         self, link: Link, stored_VR: Tensor, rows_U: Tensor, slots_U: Tensor | None = None
     ) -> Tensor:

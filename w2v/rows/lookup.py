@@ -189,8 +189,14 @@ class LookUp:
         """Get the weights of tables, if other ranks own them."""
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return weights on the compute device, and the slots of the rows in them."""
-        return self.group.read_weights(self.wait(), self.narrow_N)
+        """Return weights on the compute device, and the slots of the rows in them.
+
+        Without slots the rows are in order.
+        """
+        rows_U, group = self.wait(), self.group
+        if (located := group.in_place(rows_U, self.narrow_N)) is not None:
+            return located
+        return group.read_stored(group.link, group.weights_VW, rows_U), None
 
     @outside_inference
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
@@ -317,12 +323,6 @@ class RowPage:
         self.rows()
         place = self.look_up.paddings[self.index]
         return None if place is None else place - self.look_up.begins[self.index]
-
-    def with_records(self, records_UR: Tensor, version: tuple[int, int]) -> RowPage:
-        """Return a page with the records that were read now."""
-        page = RowPage(self.store, self.found, self.index, self.rows())
-        page.records, page.version = records_UR, version
-        return page
 
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return vectors in the shape of the ids; those of bags as they are."""

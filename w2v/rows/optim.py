@@ -9,7 +9,6 @@ Shapes: V rows of a table, U unique rows, D dimensions, R elements of a record.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import math
@@ -71,8 +70,8 @@ class RowOptimizer:
         # first step sets it to the rate of that step.
         try:
             with refused(ConfigError, f"{given} is not row-separable", remedy):
-                args = _Arguments(self._args)
-                first, self.lr_states = _find_state(found, args, rowwise=bool(self.formula))
+                is_rowwise = bool(self.formula)
+                first, self.lr_states = _find_state(self._class, self._args, is_rowwise)
         except AssertionError as error:  # torch asserts what some arguments need
             reason = one_line(error)
             raise ConfigError(f"{given} is refused by torch ({reason}); {remedy}") from error
@@ -188,6 +187,14 @@ class RowOptimizer:
 class _Rowwise(Optimizer):
     """Optimizer with states of one number a row."""
 
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        for name, value in defaults.items():
+            below = {"betas": 1.0}.get(name, math.inf)
+            if not all(0 <= number < below for number in np.ravel(value)):
+                limits = f"at least 0, and below {below}"
+                raise ValueError(f"{name}={value} is out of range; give {limits}")
+        super().__init__(params, defaults)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step the parameters that have a gradient; return the loss of `closure`."""
@@ -220,8 +227,7 @@ class RowwiseAdam(_Rowwise):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, own)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _step_one(
         self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -250,7 +256,7 @@ class RowwiseAdagrad(_Rowwise):
     def __init__(
         self, params: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _step_one(
         self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -322,24 +328,15 @@ class _FirstValues(dict):
             self.first.setdefault(key, torch.as_tensor(value).clone())
 
 
-class _Arguments(dict):
-    """Arguments of a constructor that can be the key of a cache."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(repr(self))
-
-
-@functools.lru_cache(maxsize=256)
 def _find_state(
-    found: type[Optimizer], args: _Arguments, rowwise: bool
+    cls: type[Optimizer], args: dict[str, Any], is_rowwise: bool
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the first values of the state, and the keys of the rates.
 
-    Rates, states that begin with the learning rate, are returned as 0. All is found by steps, once
-    for equal arguments; raises if a step mixes rows. With `rowwise` it is known not to, which saves
-    three quarters of the time.
+    Rates, states that begin with the learning rate, are returned as 0. All is found by steps;
+    raises if a step mixes rows. With `is_rowwise` it is known not to, which saves three quarters of
+    the time, also where a scheduler changes the arguments at each step.
     """
-    cls = _without_compiler(found)
     with torch.device("cpu"):  # whatever torch.set_default_device says
         first = _first_state(cls, args)
         for key, value in first.items():
@@ -347,7 +344,7 @@ def _find_state(
             is_row_aligned = is_of_rows and bool((value == value[0, 0]).all())
             if value.dim() and not is_row_aligned:
                 raise RuntimeError(f"its state {key!r} is not aligned with the rows")
-        if rowwise:
+        if is_rowwise:
             return first, []
         if not _rows_are_separable(cls, args, first):
             raise RuntimeError("the step of a row depends on other rows or on the first step")

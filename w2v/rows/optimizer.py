@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,6 +131,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for table in tables:
             if table not in opened and (table.trainable or table.has_state):
                 table.attach(optimizer)
+        for table in tables:  # once none has been refused
             table.has_optimizer = True
             table.fused = self._fused
             table.shows_grad = is_one
@@ -343,14 +344,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             shapes = {name: (rows, *own.shape[1:])[: own.dim()] for name, own in state.items()}
             if {name: value.shape for name, value in given.items()} != shapes:
                 raise ValueError(f"the state of table {place} is of another optimizer or shape")
-            loaded.append((table, state, given))
+            loaded.append((table, given))
         super().load_state_dict(state_dict | {"state": others})  # checks the numbers of tables
         self._link()
         self._note_state()
-        for table, state, given in loaded:
-            table.store.version += 1
-            for name, value in given.items():
-                state[name].copy_(table.own_rows(value))
+        for table, given in loaded:
+            table.set_state(given)
 
     def save(self, folder: str | Path, step: int) -> None:
         """Write weights and states of all tables, and learning rates, to a folder.
@@ -358,6 +357,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         The folder keeps the last two steps. Each rank writes its rows, without a copy in memory;
         they load into any number of ranks. Several machines need storage that they share.
         """
+        if not isinstance(step, Integral) or step < 0:
+            raise ValueError(f"step={step!r} is no step; give a whole number of at least 0")
         Path(folder).mkdir(parents=True, exist_ok=True)
         last = latest(Path(folder), self._ranks)
         if last and step <= last.state["step"]:
@@ -368,7 +369,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             {key: group[key] for key in SCHEDULED if key in group} | {"lr": _rate(group["lr"])}
             for group in self.param_groups
         ]
-        saver.save({"step": step, "groups": groups}, copied=False)
+        saver.save({"step": int(step), "groups": groups}, copied=False)
         saver.wait()
 
     def load(self, folder: str | Path) -> int:

@@ -216,7 +216,8 @@ class PagedTable:
             store.group.write(store, rows_U, records_UR)
             count_changes([self])
         if not self.fused:
-            page = page.with_records(records_UR, self.version)
+            page = RowPage(store, page.found, page.index, rows_U)
+            page.records, page.version = records_UR, self.version
         return page, weight_UD
 
     # Gradients, and the step by torch.
@@ -352,13 +353,12 @@ class PagedTable:
         """
         memory_VR, rank, layout = None, self.ranks.rank, self._layout
         if optimizer:
-            self.has_optimizer = True
             layout = self.layout_for(optimizer)
         first_rows = first_rows or (0,) * self.ranks.size
         if group:
             rows = self.ranks.shard_rows(self.num_embeddings)
             memory_VR = group.table.records_VR[first_rows[rank] :][:rows]
-        table = self._new_table(self.num_embeddings, layout, memory_VR)
+        table = self._new_table(self.num_embeddings, self.dtype, layout, memory_VR)
         store = Rows(table, group or RowGroup(table, self.device), 0, first_rows, rank)
         if self.is_reset or not table.continued:
             self._draw(store)
@@ -382,7 +382,7 @@ class PagedTable:
 
     def _draw(self, store: Rows) -> None:
         """Set the first weights."""
-        self._initialise(store.table, self.init)
+        self._initialise(store.table, self.init, self.num_embeddings)
         if self.has_zero_padding and self.padding_idx is not None:
             row, owner = divmod(self.padding_idx, self.ranks.size)
             if owner == self.ranks.rank:
@@ -401,20 +401,21 @@ class PagedTable:
             first = "make its PagedOptimizer before the first use, when it is not frozen"
             raise ValueError(f"path={self.path}: the file is open without this state; {first}")
         with self._store.lock:
-            if self.path is not None:
-                state = self.state()
-                for name, value in self.initial_state().items():
-                    state[name].copy_(value)
-                self._store.version += 1
-            elif had or has:
-                new = self._new_table(self.num_embeddings, layout)
+            if had != has:
+                new = self._new_table(self.num_embeddings, self.dtype, layout)
                 new["weight"].copy_(self.stored())
                 regroup(self._store, new, self.device)
-        self._layout, self.has_optimizer = layout, True
+            self._layout = layout
+            if had == has != []:
+                self.set_state(self.initial_state())
 
     def layout_for(self, optimizer: RowOptimizer) -> Layout:
         """Return what the table keeps for an optimizer."""
-        return Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
+        layout = Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
+        if self.state_storage and not layout.states:
+            reason = "this optimizer keeps no state; leave state_storage out"
+            raise ValueError(f"state_storage={self.state_storage!r}: {reason}")
+        return layout
 
     def check(self, optimizer: RowOptimizer) -> None:
         """Raise `ValueError` unless the table has the state of the optimizer."""
@@ -424,7 +425,8 @@ class PagedTable:
             self.check_fused(optimizer)
         if optimizer.state_count and not self.has_state:
             self.attach(optimizer)  # as torch, which makes a state when a step first needs it
-        wanted, found = self.layout_for(optimizer).names(), self._layout.names()
+        wanted = Layout(optimizer.states(self.embedding_dim), optimizer.scalars).names()
+        found = self._layout.names()
         if wanted != found:
             reason = f"a step now needs the state {wanted}, but the table has {found}"
             raise ValueError(f"{reason}; make a new PagedOptimizer with the arguments it has now")
@@ -446,12 +448,15 @@ class PagedTable:
     @outside_inference
     def grow(self, num_embeddings: int, init: Init | None) -> None:
         """Append rows."""
+        if self.path is not None:
+            raise ValueError(f"path={self.path}: a file cannot grow; load its rows into another")
+        added = num_embeddings - self.num_embeddings
         with self.store.lock:
-            new = self._copy_table(num_embeddings)
-            before, self.num_embeddings = self.num_embeddings, num_embeddings
+            new = self._copy_table(num_embeddings, self.dtype)
             if init is None and self.seed is None:
-                self.draw_normal(num_embeddings - before)
-            self._initialise(new, init, before)
+                self.draw_normal(added)
+            self._initialise(new, init, added, self.num_embeddings)
+            self.num_embeddings = num_embeddings
             regroup(self.store, new, self.device)
 
     @outside_inference
@@ -461,8 +466,8 @@ class PagedTable:
             raise ValueError(f"path={self.path}: a file keeps its {self.dtype}; use torch.autocast")
         self._check_no_grad()
         with self.store.lock:
+            new = self._copy_table(self.num_embeddings, dtype)
             self.dtype = self.vector_dtype = dtype
-            new = self._copy_table(self.num_embeddings)
             self.parameter.data = self.parameter.to(torch.promote_types(dtype, torch.float32)).data
             self.checked = None
             regroup(self.store, new, self.device)
@@ -489,13 +494,12 @@ class PagedTable:
         if self.has_gradient:
             raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
 
-    def _initialise(self, table: Table, init: Init | None, old_rows: int = 0) -> None:
-        """Set the weights of the rows from `old_rows` of all ranks on."""
+    def _initialise(self, table: Table, init: Init | None, rows: int, old_rows: int = 0) -> None:
+        """Set the weights of `rows` rows of all ranks, which follow `old_rows`."""
         size, rank = self.ranks.size, self.ranks.rank
         if init is None and self.seed is None:
             generator = torch.Generator("cpu").set_state(self.generator_state)
-            shape = self.num_embeddings - old_rows, self.embedding_dim
-            for start, drawn in normal_rows(*shape, self.dtype, generator):
+            for start, drawn in normal_rows(rows, self.embedding_dim, self.dtype, generator):
                 first_row = start + old_rows
                 skipped = (rank - first_row) % size
                 own = drawn[skipped::size]
@@ -505,25 +509,26 @@ class PagedTable:
         # A user's function may not run on a GPU.
         is_ours = getattr(whole, "__module__", None) == normal.__module__
         device = self.device if is_ours else None
-        of_ranks = self.ranks.global_rows
-        first_row = len(range(rank, old_rows, size))
+        of_ranks, first_row = self.ranks.global_rows, self.ranks.shard_rows(old_rows)
         table.initialise(lambda rows_n: whole(of_ranks(rows_n)), device, first_row=first_row)
 
-    def _copy_table(self, rows: int) -> Table:
+    def _copy_table(self, rows: int, dtype: torch.dtype) -> Table:
         """Return a table of as many rows or more with the present ones."""
         self.store.flush()
-        old, new = self.store.table, self._new_table(rows, self._layout)
+        old, new = self.store.table, self._new_table(rows, dtype, self._layout)
         for name in old.columns:
             new[name][: old.rows].copy_(old[name])
         for name in old.scalars.keys() & new.scalars.keys():  # only bfloat16 counts writes
             new.scalars[name].copy_(old.scalars[name])
         return new
 
-    def _new_table(self, rows: int, layout: Layout, memory_VR: Tensor | None = None) -> Table:
+    def _new_table(
+        self, rows: int, dtype: torch.dtype, layout: Layout, memory_VR: Tensor | None = None
+    ) -> Table:
         rows = self.ranks.shard_rows(rows)
         shape = max(1, rows), self.embedding_dim
-        shared = ("embedding", *shape, *layout, self.storage, self.dtype)
-        if self.state_storage and (layout.states or self.has_optimizer):
+        shared = ("embedding", *shape, *layout, self.storage, dtype)
+        if self.state_storage and layout.states:
             table: Table = SplitTable(*shared, self.state_storage)
         else:
             table = Table(*shared, self.path, memory_VR=memory_VR)
@@ -538,6 +543,13 @@ class PagedTable:
         store.flush()
         own = {name: store.table[name] for name in self._layout.states}
         return own | {name: store.table.scalars[name] for name in self._layout.scalars}
+
+    def set_state(self, values: dict[str, Tensor]) -> None:
+        """Set the optimizer state; `values` are of the rows of all ranks."""
+        state = self.state()
+        self.store.version += 1
+        for name, value in values.items():
+            state[name].copy_(self.own_rows(value))
 
     def initial_state(self) -> dict[str, Tensor]:
         """Return the state before the first step, of the rows of all ranks."""

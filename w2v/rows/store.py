@@ -186,7 +186,7 @@ class Rows(Member):
             self.version += 1
             if _suffix(path, len(self.first_rows)) == ".npy":
                 dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
-                rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
+                rows_VD = open_npy(path, (len(self), self.table.dim), dtype)
                 self.table.initialise(copy_rows(rows_VD))
                 return
             try:
@@ -236,6 +236,7 @@ class RowStore(Rows):
         init: Maps row ids [n] to rows [n, D]; by default rows are zero. An existing file stays.
     """
 
+    @outside_inference  # rows are put later
     def __init__(
         self,
         num_rows: int,

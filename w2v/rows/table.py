@@ -237,9 +237,6 @@ class SplitTable(Table):
         dtype: torch.dtype,
         state_storage: Storage,
     ):
-        if not states:
-            reason = "this optimizer keeps no state; leave state_storage out"
-            raise ValueError(f"state_storage={state_storage!r}: {reason}")
         super().__init__(name, rows, dim, {}, scalars, storage, dtype)
         # In the second table the first state takes the place of the weight.
         (_, first), *others = states.items()

@@ -171,11 +171,6 @@ class SubwordKernels(Kernels):
     def subsample(self) -> Subsample:
         return self.inner.subsample
 
-    def list_rows(self, batch: Batch) -> Tensor:
-        marks_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
-        self.mark(batch, marks_A)
-        return marks_A.nonzero().flatten()
-
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
         self.inner.mark(batch, marks_A)
         self._mark(marks_A)

@@ -135,6 +135,9 @@ def test_configs_are_refused_before_training(common, tmp_path, capsys, second, k
     arguments = [str(tmp_path / "good.yaml"), str(tmp_path / second)]
     assert cli.main(["compare", *arguments, "--to", str(tmp_path / "out"), *common]) == 2
     assert key_words in capsys.readouterr().err
+    large = [arguments[0], "--to", str(tmp_path / "out"), *common, "model.vector_size=2000000000"]
+    assert cli.main(["compare", *large]) == 3
+    assert "not enough CPU memory" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -78,7 +78,9 @@ def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str)
     if len(corpus.offsets) > 10:
         words = min(HELD_OUT_WORDS, len(corpus.ids) // 10)
     own = [f"train.held_out_words={words}", f"run.name={name}", *SETTINGS]
-    return plan.make_plan(load_config(files, [*own, *given]), opened).config
+    planned = plan.make_plan(load_config(files, [*own, *given]), opened)
+    planned.check(saves=False)
+    return planned.config
 
 
 def warm_up(planned: plan.Plan) -> None:

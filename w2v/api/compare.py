@@ -230,7 +230,7 @@ def check_not_trained(options: argparse.Namespace) -> None:
 
 
 def check_scored(run: runs.Run, config: Config, further: Further) -> None:
-    """Raise `ConfigError` if a run had another text, or was scored on other files."""
+    """Raise `ConfigError` if a run had another text or other files to score."""
     if run.scores["diverged"]:
         return
     _, corpus = open_once(config.corpus, config.vocab, config.run.held_out_items)

@@ -23,12 +23,8 @@ class Kernels(Protocol):
 
     shape: StepShape
     plans_rows: bool
-
-    @property
-    def draw(self) -> Draw: ...
-
-    @property
-    def subsample(self) -> Subsample: ...
+    draw: Draw
+    subsample: Subsample
 
     def list_rows(self, batch: Batch) -> Tensor:
         """Return the batch's unique rows, int64; -1 in the rest of a buffer."""

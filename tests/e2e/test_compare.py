@@ -100,7 +100,8 @@ def test_a_diverged_run_is_a_row(configs, undrawn, tmp_path):
     sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     diverging = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}
     assert "diverged" in str(compare.write(compare.train(diverging, [1], tmp_path), tmp_path))
-    assert "diverged" in json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
+    scores = json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
+    assert {"diverged", "text"} == set(scores)
 
 
 def test_an_interrupted_comparison_is_continued_and_others_are_kept(tmp_path):

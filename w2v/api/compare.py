@@ -119,7 +119,7 @@ def train_and_score(
         )
         return evaluate.as_dict(scored) | trainer.results() | {"text": corpus.digest}
     except (Diverged, EvaluationError) as error:
-        return {"diverged": str(error)}
+        return {"diverged": str(error), "text": corpus.digest}
 
 
 def train(
@@ -137,7 +137,7 @@ def train(
     further.check()
     folder.mkdir(parents=True, exist_ok=True)
     trained: list[runs.Run] = []
-    with run_folder.lock(folder):  # else others would remove its unfinished run
+    with run_folder.lock(folder):  # another process would remove the unfinished run
         planned = []
         for name, config in configs.items():
             for seed in dict.fromkeys(seeds):
@@ -231,12 +231,12 @@ def check_not_trained(options: argparse.Namespace) -> None:
 
 def check_scored(run: runs.Run, config: Config, further: Further) -> None:
     """Raise `ConfigError` if a run had another text or other files to score."""
-    if run.scores["diverged"]:
-        return
     _, corpus = open_once(config.corpus, config.vocab, config.run.held_out_items)
     if run.scores.get("text", corpus.digest) != corpus.digest:
         changed = f"{run.folder} was trained before {config.corpus.paths} changed"
         raise ConfigError(f"{changed}; restore that text, or give another folder with --to")
+    if run.scores["diverged"]:
+        return
     given = {set_name(path) for path in (*further.questions, *further.pairs)}
     scored = {*run.scores["similarity"], *run.scores["questions"]} - PAIR_SETS.keys()
     scored -= set(ITEM_SCORES)

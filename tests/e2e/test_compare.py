@@ -15,7 +15,7 @@ from tests.support.small_text import record_calls
 from w2v.api import cli, compare
 from w2v.config import ConfigError, load_config, save_config
 from w2v.system.console import log_to_console
-from w2v.training import plan
+from w2v.training import plan, run_folder
 from w2v.vectors import runs
 from w2v.vectors.datasets import Further
 
@@ -43,6 +43,9 @@ def test_each_config_and_seed_is_trained_once(configs, trained, tmp_path, monkey
     assert len(run.curve("analogies")) == len(run.curve("held_out_loss")) == 2
 
     (tmp_path / "adam-seed2" / "scores.json").unlink()
+    with run_folder.lock(tmp_path), pytest.raises(runs.RunError, match="is in use by process"):
+        compare.train(configs, [1, 2], tmp_path)  # as another process would
+    assert (tmp_path / "adam-seed2").exists()
     log_to_console()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(compare, "train_and_score", mock.Mock(side_effect=KeyboardInterrupt))
@@ -75,7 +78,7 @@ def test_a_folder_that_is_no_run_is_kept(configs, trained, tmp_path):
     assert notes.exists() and run.folder == tmp_path / "adam-seed1-2"
 
 
-def test_runs_that_were_scored_on_other_files_are_refused(configs, trained, tmp_path):
+def test_runs_of_another_text_or_scored_on_other_files_are_refused(configs, trained, tmp_path):
     (tmp_path / "colors.tsv").write_text("red\tblue\t9\nred\tone\t1\n")
     adam, further = {"adam": configs["adam"]}, Further(pairs=[tmp_path / "colors.tsv"])
     for first, second in ((further, Further()), (Further(), further)):
@@ -85,13 +88,20 @@ def test_runs_that_were_scored_on_other_files_are_refused(configs, trained, tmp_
         with pytest.raises(ConfigError, match="scores of colors; give the same"):
             compare.train(adam, [2, 1], folder, second)
     assert len(trained) == 2  # none with seed 2
+    file = tmp_path / "0" / "adam-seed1" / "scores.json"
+    scores = json.loads(file.read_text())
+    assert scores["text"]
+    file.write_text(json.dumps(scores | {"text": "another"}))
+    with pytest.raises(ConfigError, match="trained before .*text.* changed; restore that text"):
+        compare.train(adam, [1], tmp_path / "0", further)
 
 
 def test_a_diverged_run_is_a_row(configs, undrawn, tmp_path):
     sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     diverging = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}
     assert "diverged" in str(compare.write(compare.train(diverging, [1], tmp_path), tmp_path))
-    assert "diverged" in json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
+    scores = json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
+    assert {"diverged", "text"} == set(scores)
 
 
 def test_an_interrupted_comparison_is_continued_and_others_are_kept(tmp_path):
@@ -126,6 +136,9 @@ def test_configs_are_refused_before_training(common, tmp_path, capsys, second, k
     arguments = [str(tmp_path / "good.yaml"), str(tmp_path / second)]
     assert cli.main(["compare", *arguments, "--to", str(tmp_path / "out"), *common]) == 2
     assert key_words in capsys.readouterr().err
+    large = [arguments[0], "--to", str(tmp_path / "out"), *common, "model.vector_size=2000000000"]
+    assert cli.main(["compare", *large]) == 3
+    assert "not enough CPU memory" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -142,7 +155,7 @@ def test_a_folder_that_cannot_be_made_is_named(common, tmp_path, capsys):
     config = tmp_path / "good.yaml"
     config.write_text("optimizer: {name: Adam, lr: 0.01}")
     assert cli.main(["compare", str(config), "--to", f"{config}/out", *common]) == 2
-    assert "good.yaml/out/good-seed1: Not a directory" in capsys.readouterr().err
+    assert "good.yaml/out: Not a directory" in capsys.readouterr().err
 
 
 def test_the_program_fits_batches_and_prints_the_table(common, tmp_path, capsys):

@@ -104,6 +104,7 @@ def test_answers_are_those_of_the_commands(trained, capsys):
         (lambda run: w2v.load("no-run"), runs.RunError, "no-run does not exist"),
         (lambda run: w2v.train("a.txt", epoch=2), ConfigError, "did you mean epochs"),
         (lambda run: w2v.train("a.txt", qqq=2), ConfigError, "qqq=2 is not a setting"),
+        (lambda run: w2v.train("a.txt", betas=(0, 1)), ConfigError, "write args={'betas': ...}"),
         (lambda run: w2v.compare([run], seeds=[1, 2]), ConfigError, "--seeds has no effect"),
     ],
 )

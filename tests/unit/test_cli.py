@@ -17,7 +17,7 @@ import pytest
 
 import w2v
 from tests.support.each_case import each_case
-from w2v.api import cli, train
+from w2v.api import cli, compare, train
 from w2v.config import ConfigError, load_config
 from w2v.text.sources import require_source
 
@@ -198,6 +198,8 @@ def test_arguments_are_texts_configs_or_settings(folder, monkeypatch):
     assert assignments == ['corpus.path=["my.txt", "empty.txt"]', "train.epochs=3"]
     assert train.sort_settings(["enwiki-sample"]) == ([], ["corpus.path=enwiki-sample"])
     assert train.sort_settings(["-"]) == ([], ["corpus.path=-"])
+    many = f"corpus.path=[{', '.join(['my.txt'] * 2000)}]"  # longer than a path may be
+    assert not compare.names_runs(many) and train.sort_settings([many]) == ([], [many])
     monkeypatch.setenv("HOME", str(folder))
     config = load_config([], train.sort_settings(["~/my.txt"])[1])
     require_source(*config.corpus.path, config.corpus.data_dir)

@@ -31,7 +31,7 @@ from w2v.system.process import describe_environment
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training import build, plan
+from w2v.training import build, plan, run_folder
 from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import datasets, evaluate, export, runs
@@ -78,7 +78,9 @@ def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str)
     if len(corpus.offsets) > 10:
         words = min(HELD_OUT_WORDS, len(corpus.ids) // 10)
     own = [f"train.held_out_words={words}", f"run.name={name}", *SETTINGS]
-    return plan.make_plan(load_config(files, [*own, *given]), opened).config
+    planned = plan.make_plan(load_config(files, [*own, *given]), opened)
+    planned.check(saves=False)
+    return planned.config
 
 
 def warm_up(planned: plan.Plan) -> None:
@@ -115,9 +117,9 @@ def train_and_score(
         scored = evaluate.scores(
             vocab.words, vectors_VD, further.questions, further.pairs, items=items
         )
-        return evaluate.as_dict(scored) | trainer.results()
+        return evaluate.as_dict(scored) | trainer.results() | {"text": corpus.digest}
     except (Diverged, EvaluationError) as error:
-        return {"diverged": str(error)}
+        return {"diverged": str(error), "text": corpus.digest}
 
 
 def train(
@@ -133,30 +135,33 @@ def train(
     `save` writes their vectors.
     """
     further.check()
-    planned = []
-    for name, config in configs.items():
-        for seed in dict.fromkeys(seeds):
-            seeded = with_seed(config, seed)
-            run = _run_folder(folder, f"{name}-seed{seed}", seeded)
-            finished = runs.read(run) if (run / "scores.json").exists() else None
-            if finished:
-                check_scored(finished, further)
-            planned.append((seeded, run, finished))
+    folder.mkdir(parents=True, exist_ok=True)
     trained: list[runs.Run] = []
-    for config, run, finished in planned:
-        if not finished:
-            run.mkdir(parents=True)
-            save_config(config, run / "config.yaml")
-            try:
-                scores = train_and_score(config, run, save, further)
-            except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-                log.info(f"stopped after {len(trained)} runs; the same command trains the others")
-                raise
-            # Written last: it marks the run as finished.
-            atomic_write(run / "scores.json", as_json(scores, indent=1))
-        trained.append(finished or runs.read(run))
-        log.info(f"{len(trained)} of {len(planned)}  {run.name:<16}  {_summary(trained[-1])}")
-    atomic_write(folder / "env.txt", describe_environment(Machine.here()))
+    with run_folder.lock(folder):  # another process would remove the unfinished run
+        planned = []
+        for name, config in configs.items():
+            for seed in dict.fromkeys(seeds):
+                seeded = with_seed(config, seed)
+                run = _run_folder(folder, f"{name}-seed{seed}", seeded)
+                finished = runs.read(run) if (run / "scores.json").exists() else None
+                if finished:
+                    check_scored(finished, config, further)
+                planned.append((seeded, run, finished))
+        for config, run, finished in planned:
+            if not finished:
+                run.mkdir()
+                save_config(config, run / "config.yaml")
+                try:
+                    scores = train_and_score(config, run, save, further)
+                except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+                    others = "the same command trains the others"
+                    log.info(f"stopped after {len(trained)} runs; {others}")
+                    raise
+                # Written last: it marks the run as finished.
+                atomic_write(run / "scores.json", as_json(scores, indent=1))
+            trained.append(finished or runs.read(run))
+            log.info(f"{len(trained)} of {len(planned)}  {run.name:<16}  {_summary(trained[-1])}")
+        atomic_write(folder / "env.txt", describe_environment(Machine.here()))
     return trained
 
 
@@ -209,9 +214,9 @@ def with_seed(config: Config, seed: int = 1) -> Config:
 
 def names_runs(path: str) -> bool:
     """Return whether a path names a run or a folder of runs, not a text."""
-    folder = Path(path)
-    found = [*folder.glob("config.yaml"), *folder.glob("*/config.yaml")]
-    return path == "latest" or bool(found)
+    found = (any(Path(path).glob(names)) for names in ("config.yaml", "*/config.yaml"))
+    # A long assignment is no folder, of which glob raises an error.
+    return path == "latest" or (os.path.isdir(path) and any(found))
 
 
 def check_not_trained(options: argparse.Namespace) -> None:
@@ -224,8 +229,12 @@ def check_not_trained(options: argparse.Namespace) -> None:
         raise ConfigError(f"{' '.join(unused)} {without}; leave it out, or name configs")
 
 
-def check_scored(run: runs.Run, further: Further) -> None:
-    """Raise `ConfigError` if a run was scored on other files than these."""
+def check_scored(run: runs.Run, config: Config, further: Further) -> None:
+    """Raise `ConfigError` if a run had another text or other files to score."""
+    _, corpus = open_once(config.corpus, config.vocab, config.run.held_out_items)
+    if run.scores.get("text", corpus.digest) != corpus.digest:
+        changed = f"{run.folder} was trained before {config.corpus.paths} changed"
+        raise ConfigError(f"{changed}; restore that text, or give another folder with --to")
     if run.scores["diverged"]:
         return
     given = {set_name(path) for path in (*further.questions, *further.pairs)}
@@ -379,5 +388,5 @@ def compare_as(options: argparse.Namespace) -> tuple[Comparison, Path | None]:
         log.warning(f"{few}; write --seeds 1 2 3")
     planned = list(configs.values())
     folder = options.to or folder_to_use(Path(planned[0].run.dir), planned)
-    trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
-    return write(trained, folder), folder
+    further = Further(options.questions, options.pairs)
+    return write(train(configs, options.seeds, folder, further), folder), folder

@@ -127,8 +127,10 @@ def as_arguments(settings: Sequence[str | os.PathLike[str]], keys: Mapping[str, 
     arguments = [os.fspath(setting) for setting in settings]
     for keyword, value in keys.items():
         if not (name := KEYWORDS.get(keyword)):
-            near = nearest_key(keyword).rpartition(".")[2]
+            section, _, near = nearest_key(keyword).rpartition(".")
             hint = f"did you mean {near}?" if near else "see w2v train --help-config"
+            if section == "optimizer.args":
+                hint = f"write args={{{near!r}: ...}}"
             raise ConfigError(f"{keyword}={value!r} is not a setting; {hint}")
         is_text = isinstance(value, (str, os.PathLike))
         arguments.append(f"{name}={value}" if is_text else as_assignment(name, value))
@@ -270,16 +272,16 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
     files, assignments, texts = [], [], []
     for entry in entries:
         path = Path(os.path.expanduser(entry))  # as it is, if there is no such user
-        if len(path.name) > LONGEST_NAME:
-            raise ConfigError(f"'{entry[:57]}...' is not a file; name one that holds the text")
-        if (path / "config.yaml").is_file():
+        if os.path.isfile(path / "config.yaml"):  # Path.is_file refuses a long assignment
             raise ConfigError(f"{entry} is a run folder; continue it with --resume {entry}")
         is_config = path.suffix in YAML_SUFFIXES
         is_url = re.match(r"\w+://", entry) is not None
-        if entry == STDIN or is_url or (path.exists() and not is_config):
+        if entry == STDIN or is_url or (os.path.exists(path) and not is_config):
             texts.append(entry)
         elif "=" in entry:
             assignments.append(entry)
+        elif len(path.name) > LONGEST_NAME:
+            raise ConfigError(f"'{entry[:57]}...' is not a file; name one that holds the text")
         elif is_config or shipped_config(entry):
             files.append(entry)
         elif f".{nearest_key(entry)}".endswith(f".{entry}"):

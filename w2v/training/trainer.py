@@ -426,12 +426,10 @@ class Trainer:
                 deque(chain(blocks, composed.blocks if composed else ()), 0)
                 return
             words = self.vocab.words
-            with ThreadPoolExecutor(2) as threads:
+            with ThreadPoolExecutor(1) as threads:
                 items = read_items(self.folder)
                 scored = words[: len(weights_ND)]
                 scoring = threads.submit(evaluate.scores, scored, weights_ND, items=items)
-                shown_ND = weights_ND[: query.EXAMPLE_WORDS].float()
-                examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
                 formats = self.config.run.formats.split(",")
                 step = self._final["step"]
                 export.save_run(
@@ -439,7 +437,8 @@ class Trainer:
                 )
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
-            self._report(scores, examples.result(), results)
+            shown_ND = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
+            self._report(scores, query.examples(words, shown_ND), results)
 
     def _report(
         self, scores: evaluate.Scores, examples: Iterable[str], results: dict[str, Any]

@@ -269,10 +269,7 @@ class StepState:
         self.fault.copy_(torch.where((self.fault == 0) & ~is_sound, fault, self.fault))
 
     def first_fault(self) -> tuple[int, list[str]]:
-        """Return the first step with a fault, or 0, and its faults.
-
-        Waits for the device.
-        """
+        """Wait for the device; return its first faulty step, or 0, and faults."""
         fault = int(self.fault)
         return fault >> FAULT_BITS, [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
 

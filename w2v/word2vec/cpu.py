@@ -236,14 +236,12 @@ class CpuKernels(Kernels):
             cpu_loops.interleave(kept, sentences, block_words, batches, *mixed)
         return torch.from_numpy(mixed[0]), torch.from_numpy(mixed[1])
 
-    def list_rows(self, batch: Batch) -> Tensor:
-        is_listed_A = np.zeros(self.shape.rows, np.bool_)
+    def mark(self, batch: Batch, marks_A: Tensor) -> None:
         tree = batch.objective.tree
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
         drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
         path = tuple(part.numpy() for part in tree[:2]) if tree else NO_PATH[:2]
-        cpu_loops.list_rows(text, drawn, path, is_listed_A)
-        return torch.from_numpy(np.flatnonzero(is_listed_A))
+        cpu_loops.mark(text, drawn, path, marks_A.numpy())
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""
@@ -376,7 +374,7 @@ def step_arguments(update: Update, view: View, grads: ThreadGrads) -> tuple[Any,
     optimizer, table, lr = update
     step, step_column = optimizer.count_step(table)
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
-    formula, cap = cpu_loops.FORMULAS[optimizer.formula], optimizer.occurrence_cap
+    formula, cap = cpu_loops.FORMULAS.index(optimizer.formula), optimizer.occurrence_cap
     records_SR = view.records_SR.numpy()
     # By torch, they begin at a cache line.
     widths = padded(records_SR.shape[1]), padded(grads.dim)

@@ -34,9 +34,8 @@ SGD_PREFETCH_PARTS = 4
 PREFETCH_ROWS = 4  # rows by which an owner of rows fetches them early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADADELTA, ADAM, ADAMW, ADAMAX, ROWWISE_ADAGRAD, ROWWISE_ADAM = range(9)
-FORMULAS = dict(sgd=SGD, adagrad=ADAGRAD, rmsprop=RMSPROP, adadelta=ADADELTA)
-FORMULAS |= dict(adam=ADAM, adamw=ADAMW, adamax=ADAMAX)
-FORMULAS |= dict(rowwiseadagrad=ROWWISE_ADAGRAD, rowwiseadam=ROWWISE_ADAM)
+# Their names in `RowOptimizer.formula`.
+FORMULAS = "sgd adagrad rmsprop adadelta adam adamw adamax rowwiseadagrad rowwiseadam".split()
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
 FAST: dict[str, Any] = {"fastmath": {*simd.FAST}, "error_model": "numpy"}
 # Nothing is allocated, so that references to arrays need no counts: those took half of the time,
@@ -741,8 +740,8 @@ def step_rows(owner, rows, grads, spare, formula, states, records_AR, step_colum
 
 
 @compiled
-def list_rows(text, drawn, path, is_listed_A):
-    """List a batch's unique rows: those that become True in `is_listed_A`."""
+def mark(text, drawn, path, marks_A):
+    """Set the marks of the rows that a batch touches."""
     words_n, sentences_n, first = text
     windows_B, negatives_BK = drawn
     begin_V, nodes_P = path
@@ -753,14 +752,14 @@ def list_rows(text, drawn, path, is_listed_A):
             continue
         for c in range(left, right):
             if c != at:
-                is_listed_A[2 * words_n[c]] = True
+                marks_A[2 * words_n[c]] = True
         if negatives_BK.shape[1]:
-            is_listed_A[2 * words_n[at] + 1] = True
+            marks_A[2 * words_n[at] + 1] = True
         for k in range(negatives_BK.shape[1]):
-            is_listed_A[2 * negatives_BK[center, k] + 1] = True
+            marks_A[2 * negatives_BK[center, k] + 1] = True
         if len(begin_V):
             for p in range(begin_V[words_n[at]], begin_V[words_n[at] + 1]):
-                is_listed_A[2 * nodes_P[p] + 1] = True
+                marks_A[2 * nodes_P[p] + 1] = True
 
 
 @compiled

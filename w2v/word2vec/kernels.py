@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from w2v.rows.ops import View
-from w2v.word2vec.batch import Batch, Draw, Grads, StepState, Subsample, Update
+from w2v.word2vec.batch import Batch, Draw, Grads, StepShape, StepState, Subsample, Update
 
 
 class Kernels(Protocol):
     """Operations of a training step on one device.
 
+    shape: of the whole tables.
     plans_rows: whether `unique_rows` waits for the device, so that it is called when a page is
         planned, on a stream of its own, while the steps before are computed.
     draw: draws windows and negatives (`reference.draw`).
     subsample: draws which words of a text are kept (`reference.subsample`).
     """
 
+    shape: StepShape
     plans_rows: bool
-
-    @property
-    def draw(self) -> Draw: ...
-
-    @property
-    def subsample(self) -> Subsample: ...
+    draw: Draw
+    subsample: Subsample
 
     def list_rows(self, batch: Batch) -> Tensor:
-        """Return the batch's unique rows, int64.
-
-        On a GPU -1 fills the rest of a buffer. Only rows of a pair count: a center without context
-        words touches no row.
-        """
+        """Return the batch's unique rows, int64; -1 in the rest of a buffer."""
+        marks_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
+        self.mark(batch, marks_A)
+        return marks_A.nonzero().flatten()
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        """Set the marks, bool [A], of the rows that the batch touches."""
-        marks_A.index_fill_(0, self.list_rows(batch), True)
+        """Set the marks, bool [A], of the rows that the batch touches.
+
+        Only rows of a pair count: a center without context words touches no row.
+        """
 
     def with_subwords(self, marks_A: Tensor) -> Tensor:
         """Return marks of rows, with those of the subwords of marked words."""

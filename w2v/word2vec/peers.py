@@ -197,12 +197,10 @@ class CudaPeerKernels(CudaKernels):
         )
 
     def borrow(self, slot: int) -> Grads:
-        """Read weights from the owners, once all ranks have stepped their rows.
+        """Read weights from the owners; return zero gradients of the rows.
 
-        Also lists the rows of this rank that any rank's batch touches.
-
-        Returns:
-            Zero gradients of the rows of a batch.
+        Waits until all ranks have stepped their rows. Also lists the rows of this rank that any
+        rank's batch touches.
         """
         self._meetings += 1
         self._borrow(self._borrow_blocks, slot=slot, turn=self._meetings)

@@ -279,8 +279,8 @@ class ReferenceKernels(Kernels):
         self._product = product
         self._grad_dtype = torch.promote_types(shape.dtype, torch.float32)
 
-    def list_rows(self, batch: Batch) -> Tensor:
-        return self._unique(expand(batch))[0]
+    def mark(self, batch: Batch, marks_A: Tensor) -> None:
+        marks_A.index_fill_(0, self._unique(expand(batch))[0], True)
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)

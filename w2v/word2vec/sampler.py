@@ -348,10 +348,7 @@ def negative_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
 
 
 def by_owner(prob_V: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the probabilities of words in the order of `reference.draw`.
-
-    The words of the last rank come first. Missing ones have none.
-    """
+    """Return the probabilities of words in the order of `reference.draw`."""
     padded_V = np.pad(prob_V, (0, -len(prob_V) % ranks))
     return padded_V.reshape(-1, ranks)[:, ::-1].T.ravel()
 

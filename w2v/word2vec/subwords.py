@@ -31,7 +31,7 @@ from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.ops import View
 from w2v.rows.table import Table
 from w2v.text.ngrams import hash_words
-from w2v.word2vec.batch import Batch, Draw, Grads, RowGrads, StepShape, StepState, Subsample, Update
+from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState, Update
 from w2v.word2vec.kernels import Kernels
 from w2v.word2vec.reference import unique_rows
 
@@ -162,19 +162,8 @@ class SubwordKernels(Kernels):
         self.subwords = subwords.to(shape.device)
         self.shape = shape
         self.plans_rows = inner.plans_rows
-
-    @property
-    def draw(self) -> Draw:
-        return self.inner.draw
-
-    @property
-    def subsample(self) -> Subsample:
-        return self.inner.subsample
-
-    def list_rows(self, batch: Batch) -> Tensor:
-        marks_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
-        self.mark(batch, marks_A)
-        return marks_A.nonzero().flatten()
+        self.draw = inner.draw
+        self.subsample = inner.subsample
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
         self.inner.mark(batch, marks_A)

@@ -34,8 +34,8 @@ from w2v.word2vec.cpu_loops import (
     ROWS_PER_OWNER,
     _prefetch_row,
     compiled,
-    list_rows,
     listed_rows,
+    mark,
     one,
     step_owned,
     step_rows,
@@ -62,22 +62,12 @@ class CpuSubwordKernels(SubwordKernels):
     inner: CpuKernels
 
     @cached_property
-    def _bags(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Where each owner's rows of each word begin, and these rows."""
-        return [
-            owned_bags(owner, self.inner.threads.count, self.subwords)
-            for owner in range(self.inner.threads.count)
-        ]
-
-    @cached_property
-    def _memory(self) -> tuple[np.ndarray, ...]:
-        """A zero for each row of words, and a place for each word."""
-        return np.zeros(self.subwords.rows, np.int32), np.empty(self.subwords.words, np.int32)
-
-    @cached_property
-    def _lists(self) -> list[np.ndarray]:
-        """Memory of each owner for `list_words`."""
-        return [np.empty((3, len(rows_N) + 1), np.int32) for _, rows_N in self._bags]
+    def _memory(self) -> tuple[Any, ...]:
+        """Bags and lists of each owner, zeros and places: see `step_words`."""
+        owners, subwords = self.inner.threads.count, self.subwords
+        bags = [owned_bags(owner, owners, subwords) for owner in range(owners)]
+        lists = [np.empty((3, len(rows_N) + 1), np.int32) for _, rows_N in bags]
+        return bags, lists, np.zeros(subwords.rows, np.int32), np.empty(subwords.words, np.int32)
 
     def unique_rows(self, batch: Batch) -> Any:
         return self.inner.unique_rows(batch)
@@ -101,7 +91,7 @@ class CpuSubwordKernels(SubwordKernels):
         windows_B = batch.windows_B.numpy()
         drawn = windows_B, np.empty((len(windows_B), 0), np.int32)  # no negatives
         is_used_A = np.zeros(2 * self.subwords.words, np.bool_)
-        list_rows(text, drawn, NO_PATH[:2], is_used_A)
+        mark(text, drawn, NO_PATH[:2], is_used_A)
         return np.flatnonzero(is_used_A) // 2
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
@@ -115,17 +105,15 @@ class CpuSubwordKernels(SubwordKernels):
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
         threads, arguments = self.inner.threads, step_arguments(update, view, rows)
-        counts_A, place_V = self._memory
-        first, bags, lists = self.subwords.first, self._bags, self._lists
+        bags, lists, counts_A, place_V = self._memory
 
         def step_output_rows(owner: int) -> int:
             return step_outputs(owner, rows.listing, place_V, arguments)
 
         def step_rows_of_words(owner: int) -> int:
-            owned = owner, threads.count, first
-            return step_words(
-                owned, words_W, bags[owner], counts_A, lists[owner], place_V, arguments
-            )
+            owned = owner, threads.count, self.subwords.first
+            memory = bags[owner], counts_A, lists[owner]
+            return step_words(owned, words_W, *memory, place_V, arguments)
 
         faults = threads.run(step_output_rows)
         note_faults(state, faults + threads.run(step_rows_of_words))

@@ -9,6 +9,7 @@ import logging
 import lzma
 import sys
 import tarfile
+import time
 import zipfile
 from dataclasses import replace
 
@@ -233,8 +234,16 @@ def test_a_folder_may_mix_formats(tmp_path):
     (texts / "b.csv").write_bytes(CSV)
     (texts / "c.json.gz").write_bytes(gzip.compress(JSON_TEXT))
     (texts / "d.txt").write_bytes(TEXTS[1].encode("utf-16"))
-    first, second = WORDS[: -len(" a cat dog")], "a cat dog"
+    # No JSON: a quote that is left open, in one line or several, and a list before other text.
+    (texts / "e.txt").write_bytes(b'["The cat sat')
+    (texts / "f.txt").write_bytes(b'[["The cat sat\n')
+    (texts / "g.txt").write_bytes(b'["The"] cat sat\n')
+    (texts / "h.txt").write_bytes(b"\n" * formats.HEAD_BYTES + b"the dog")
+    first, second = WORDS[: -len(" a cat dog")], "a cat dog" + 3 * " the cat sat" + " the dog"
     assert words(texts, tmp_path) == f"{first} {WORDS} {WORDS} {second}"
+    started = time.process_time()
+    assert formats.recognize(texts / "h.txt").kind == "text"
+    assert time.process_time() - started < 1  # a pattern may read blanks once for each blank
 
 
 def test_json_of_many_blocks(tmp_path, monkeypatch):
@@ -362,6 +371,9 @@ def test_few_broken_words_are_a_warning(tmp_path, caplog):
     assert "5 bytes are not UTF-8, first in" in caplog.text and "line 1001;" in caplog.text
     (tmp_path / "a.txt").write_bytes(text + b"M\xe4dchen here\n" * 6)
     with pytest.raises(CorpusError, match="6 of 5,012 words are not UTF-8"):
+        words(tmp_path / "a.txt", tmp_path)
+    (tmp_path / "a.txt").write_bytes("the cat".encode("utf-16")[:-1])
+    with pytest.raises(CorpusError, match="1 of 2 words are not UTF-16, first in line 1"):
         words(tmp_path / "a.txt", tmp_path)
 
 

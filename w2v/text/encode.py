@@ -236,7 +236,7 @@ def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusCon
     line = sum(block.place.lines for block in blocks[:first]) + blocks[first].broken.line
     bad_words = sum(block.broken.words for block in blocks)
     words = max(bad_words, sum(block.place.tokens - block.place.lines for block in blocks))
-    encoding = settings.encoding.upper()
+    encoding = recognize(path, settings).encoding.removesuffix("-sig").upper()
     if bad_words > MOST_BROKEN * words:
         broken = f"{bad_words:,} of {words:,} words are not {encoding}, first in line {line}"
         remedy = (

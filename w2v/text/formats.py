@@ -74,9 +74,10 @@ MARKED_UP = [  # the same for characters
 # Of HTML and others; </s> ends a sentence of plain text.
 TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>|<!--|&(?:amp|nbsp|lt|gt|quot|#\d+);")
 DUMP = re.compile(r"\s*(<\?xml[^>]*>\s*)?<mediawiki\b")
-STRING = r'"(?:[^"\\]|\\.)*'  # without its last quote, as it may be cut
+STRING = r'"(?:[^"\\\0-\x1f]|\\.)*'  # without its last quote, as it may be cut
 JSON = re.compile(
-    rf'\s*(\[?\s*\{{\s*{STRING}(\\?$|"\s*:)|\[\s*\[?\s*{STRING}(\\?$|"\s*(\]|,\s*("|$))))',
+    rf'\s*((\[\s*)?\{{\s*{STRING}(\\?\Z|"\s*:)'
+    rf'|\[\s*(\[\s*)?{STRING}(\\?\Z|"\s*(\]\s*([][,]|\Z)|,\s*("|\Z))))',
     re.DOTALL,
 )
 DELIMITERS = "\t,;|"
@@ -145,7 +146,7 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     is_whole = len(head) < HEAD_BYTES
     if ending in ("jsonl", "ndjson", "jl"):
         return Format("lines", encoding=encoding)
-    if ending == "json" or JSON.match(text):
+    if ending == "json" or JSON.match(text + "\n" * is_whole):  # where nothing is cut, lines end
         return Format(_kind_of_json(path, text, settings.field, is_whole), encoding=encoding)
     is_table = ending in ("csv", "tsv", "tab") or settings.field.isdecimal()
     if dialect := _dialect(text, settings.field, is_table, is_whole):

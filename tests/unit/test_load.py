@@ -184,6 +184,9 @@ def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path, caplog):
         (b"the,0.1,0.2\nof,0.3,0.4\n", "is text, not vectors: its lines do not end in numbers"),
         (b"GIF89a\0\0\0\0", "neither gensim's KeyedVectors nor"),
         ("the 1 2\n".encode("utf-16"), "is UTF-16 text"),
+        ("\ufeffthe 1 2\n".encode("utf-16-be"), "is UTF-16 text"),
+        (b"2 2\rthe 1 2\rof 3 4\r", "line 1 has a carriage return"),
+        (b"3 1\na " + b"\xff" * 8 + b"b " + b"\xff" * 8 + b"c " + bytes(4), "2 of 3 words are not"),
         (b"\xba\x16\x4f\x2f\x0c\0\0\0", "ends where 56 more bytes should follow"),
         (b"PK\3\4", "is a zip archive"),
         (pickle.dumps([{"the": 1}]), "is a pickle of other objects than KeyedVectors"),
@@ -362,9 +365,10 @@ def test_floats_of_any_size_and_order_are_loaded(tmp_path, dtype, order):
     expected = np.arange(6).reshape(3, 2)
     kv.vector_size = 2
     kv.vectors = np.array(expected, dtype, order=order)
-    kv.save(str(tmp_path / "x.kv"))
-    found = load.load_words(tmp_path / "x.kv").vectors
-    assert found.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(found, expected)
+    for apart in ([], ["vectors"]):
+        kv.save(str(tmp_path / "x.kv"), separately=apart)
+        found = load.load_words(tmp_path / "x.kv").vectors
+        assert found.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["vectors.kv", "vectors.kv.vectors.npy"])

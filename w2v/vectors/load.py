@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
+UTF16 = "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8"
 OTHERS = {  # first bytes of files that are known and hold no vectors, or none that are read here
     b"PK\x03\x04": "is a zip archive; unzip it first",
-    b"\xff\xfe": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
+    b"\xff\xfe": UTF16,
+    b"\xfe\xff": UTF16,
 }
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HEADER = re.compile(rb"[ \t]*(\d{1,18})[ \t]+(\d{1,18})[ \t]*\r?")  # words and dimensions
@@ -145,7 +147,7 @@ def load_words(run: str | Path) -> Words:
         names.append(VOCAB)
     manifest.check(folder, names, sums)
     problem = f"{path} cannot be read as vectors"
-    with refused(VectorsError, problem, AGAIN), np.errstate(over="raise"):
+    with refused(VectorsError, problem, AGAIN), np.errstate(over="raise", invalid="ignore"):
         if is_run:
             return _read_run(folder)
         with open(path, "rb") as file:
@@ -239,6 +241,8 @@ def _text_rows(lines: Iterator[bytes], dim: int, first_line: int) -> Iterator[Ro
         word, *numbers = line.rsplit(None, dim) or [b""]
         if len(numbers) == dim - 1 and line[:1].isspace():
             word, numbers = b"", [word, *numbers]
+        if b"\r" in word:
+            raise ValueError(f"line {number:,} has a carriage return that ends no line")
         if line.strip():
             yield number, word, numbers
 
@@ -288,6 +292,8 @@ def _fill(path: Path, rows: Iterator[Row], dim: int, count: int | None, says: st
     if len(words) < (count or 1):
         raise ValueError(f"{says}, the file has {len(words):,}")
     vectors.resize((len(words), dim), refcheck=False)
+    if broken > len(words) // 2:
+        raise ValueError(f"{says}, but {broken:,} of {len(words):,} words are not UTF-8")
     if broken:
         log.warning(f"words that are not UTF-8 in {path}: {broken:,}; U+FFFD replaces the bytes")
     # Falling, as gensim does: its files are sorted by count.
@@ -374,10 +380,11 @@ def _checked(
 
 
 def _map_rows(path: Path) -> np.ndarray:
-    """Return the rows of an .npy file, copied where they are written."""
+    """Map rows of an .npy file: copied where written, or of other byte order."""
     if not path.is_file():  # a FIFO would block
         raise ValueError(f"there is no file {path.name}")
-    return np.lib.format.open_memmap(path, mode="c")
+    rows = np.lib.format.open_memmap(path, mode="c")
+    return rows.astype(rows.dtype.newbyteorder("="), copy=False)
 
 
 class Made:

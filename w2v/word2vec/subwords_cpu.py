@@ -114,7 +114,7 @@ class CpuSubwordKernels(SubwordKernels):
             summed = grads._replace(rows=self._spread_all(rows))
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        threads, arguments = self.inner.threads, step_arguments(update, view, rows)
+        threads, arguments = self.inner.threads, step_arguments(update, view, rows, self.shape)
         counts_A, place_V = self._memory
         first, bags, lists = self.subwords.first, self._bags, self._lists
 

@@ -172,14 +172,6 @@ class TextBlock(NamedTuple):
     size: int  # bytes
 
 
-class CleanText(NamedTuple):
-    """Text that is ready to be numbered."""
-
-    text: np.ndarray  # uint8, padded
-    size: int
-    broken: Broken = Broken()
-
-
 def _number_words(
     files: list[Path], settings: CorpusConfig, merged: MergedWords, workers: int, folder: Path
 ) -> list[NumberedBlock]:
@@ -258,10 +250,10 @@ def _number_block(
     if not buffer[: block.size].all():
         raise binary_error(block.path, "a NUL byte")
     text, size, broken = _clean(buffer, block.size, settings)
-    words = tokenize.number_words(text, size, block.first, table.words, numbers)
-    if words.longest > MAX_WORD_BYTES:
+    numbers, longest = tokenize.number_words(text, size, block.first, table.words, numbers)
+    if longest > MAX_WORD_BYTES:
         raise binary_error(block.path, LONG_WORD)
-    return words.numbers, broken
+    return numbers, broken
 
 
 def _split(pieces: Sequence[Piece], settings: CorpusConfig, workers: int) -> list[_Reader]:
@@ -366,13 +358,16 @@ def _last_word(text: bytes, path: Path) -> bytes:
     return last.encode(errors="surrogateescape")
 
 
-def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
-    """Replace white space, punctuation and upper case, as the settings say."""
+def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndarray, int, Broken]:
+    """Replace white space, punctuation and upper case, as the settings say.
+
+    Returns the text, uint8 and padded, its bytes, and what was not UTF-8.
+    """
     words_only = settings.tokenize == "words"
     lowercase = settings.lowercase or words_only
     text[size] = ord(" ")
     if not lowercase and text[:size].max() < 0x80:
-        return CleanText(text, size)
+        return text, size, Broken()
     if settings.emoji:
         decoded = text[:size].tobytes().decode(errors="surrogateescape")
         spaced = EMOJI.sub(lambda found: f" {found[0]} ", decoded).replace("\ufe0f", "")
@@ -381,7 +376,7 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
     becomes = tokenize.replacements(words_only, lowercase, PICTURE if settings.emoji else "")
     clean, clean_size = tokenize.normalized(text, size, becomes)
     if clean_size >= 0:
-        return CleanText(clean, clean_size)
+        return clean, clean_size, Broken()
     # Bytes that are not UTF-8, or upper case that depends on its neighbors: seldom, so in Python.
     decoded = text[:size].tobytes().decode(errors="surrogateescape")
     bad_line = bad_words = 0
@@ -391,7 +386,7 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
     decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
     repaired = (decoded.lower() if lowercase else decoded).encode()
     clean, clean_size = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
-    return CleanText(clean, clean_size, Broken(bad_bytes, bad_line, bad_words))
+    return clean, clean_size, Broken(bad_bytes, bad_line, bad_words)
 
 
 def _encode_blocks(

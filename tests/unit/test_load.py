@@ -226,10 +226,15 @@ def test_any_bytes_are_whole_vectors_or_refused_in_one_line(tmp_path_factory, st
         assert words.vectors.dtype == np.float32
 
 
-def test_more_words_than_the_header_says_are_left_out(tmp_path, caplog):
+def test_more_words_than_the_header_says_and_long_lines_are_left_out(tmp_path, caplog, monkeypatch):
     (tmp_path / "x.txt").write_bytes(b"1 2\na 1 2\nb 3 4\n")
     assert load.load_words(tmp_path / "x.txt").index_to_key == ["a"]
     assert "header says 1 words of 2 dimensions, but there are more" in caplog.text
+    monkeypatch.setattr(load, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(load, "LONGEST", 16)
+    (tmp_path / "x.txt").write_bytes(b"2 2\na 1 2\nb 3" + b" " * 50 + b"4\n")
+    with pytest.raises(VectorsError, match="line 3 ends in 1 numbers"):
+        load.load_words(tmp_path / "x.txt")
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -26,7 +26,7 @@ MOST_MISSING = 100  # entries without the field before the first one that has it
 MARKUP_SHARE = 0.01  # of the tokens of a text: tags
 FLAGS = re.DOTALL | re.IGNORECASE
 DEFAULT = CorpusConfig()
-UNREADABLE = "is it complete, and the package installed that reads it?"
+UNREADABLE = "is it complete, of this encoding, and the package installed that reads it?"
 log = logging.getLogger("w2v")
 
 PACKED = {  # first bytes by the ending that smart_open knows

@@ -65,7 +65,7 @@ OPCODES = (  # of values, lists and dictionaries
     "TUPLE2 TUPLE3 GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD"
 )
 KEYS = (str, int, float, bytes)  # types of words
-AGAIN = "download or export it again"
+AGAIN = "download or export it again, as .kv, .bin or .txt"
 SAVE_WV = "save the .wv of a gensim model by .save_word2vec_format('vectors.bin', binary=True)"
 CODES = [getattr(pickle, name)[0] for name in OPCODES.split()]
 PythonUnpickler: Any = pickle._Unpickler  # the one in C makes dictionaries of any keys
@@ -196,8 +196,7 @@ def _read(path: Path, file: io.BufferedIOBase) -> Words:
     # Else the numbers too many would be taken for parts of words with spaces.
     if numbers and min(numbers) > dim:
         raise ValueError(f"{says}, lines end in {min(numbers):,} numbers")
-    lines = itertools.chain(io.BytesIO(body), file)
-    return _fill(path, _text_rows(lines, dim, 2), dim, count, says)
+    return _fill(path, _text_rows(body, file, dim, 2), dim, count, says)
 
 
 def _read_glove(path: Path, head: bytes, file: io.BufferedIOBase) -> Words:
@@ -209,8 +208,8 @@ def _read_glove(path: Path, head: bytes, file: io.BufferedIOBase) -> Words:
     if not dim:
         problem = "is text, not vectors: its lines do not end in numbers"
         raise VectorsError(f"{path} {problem}; to train on it: w2v train {quote(str(path))}")
-    lines = itertools.chain(io.BytesIO(head), file)
-    return _fill(path, _text_rows(lines, dim, 1), dim, None, f"most lines end in {dim:,}")
+    rows = _text_rows(head, file, dim, 1)
+    return _fill(path, rows, dim, None, f"most lines end in {dim:,}")
 
 
 def _numbers_of_lines(text: bytes) -> list[int]:
@@ -235,8 +234,9 @@ def _numbers_at_end(line: bytes) -> int:
 Row = tuple[int, bytes, Any]  # the number of its line, the word, the numbers
 
 
-def _text_rows(lines: Iterator[bytes], dim: int, first_line: int) -> Iterator[Row]:
-    """Yield the rows of a text; words may hold spaces."""
+def _text_rows(head: bytes, file: io.BufferedIOBase, dim: int, first_line: int) -> Iterator[Row]:
+    """Yield the rows of a text, from its head on; words may hold spaces."""
+    lines = itertools.chain(io.BytesIO(head), iter(lambda: file.readline(LONGEST), b""))
     for number, line in enumerate(lines, first_line):
         word, *numbers = line.rsplit(None, dim) or [b""]
         if len(numbers) == dim - 1 and line[:1].isspace():

@@ -128,13 +128,11 @@ class MergedWords:
         hashes = (keys ^ keys >> HALF) * FACTOR >> TOP
         partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
         order, bounds = _grouped(partitions)
-        # Counted for all partitions at once: in the loop, each call would wait for the GIL.
-        ends = np.cumsum(np.diff(table.starts[: table.size + 1])[order])
-        chunks = np.diff(np.append(0, ends)[bounds]).tolist()
+        sizes = np.diff(table.starts[: table.size + 1])
         for partition, merged in enumerate(self._tables):
             numbers = order[bounds[partition] : bounds[partition + 1]]
             with self._locks[partition]:
-                merged.reserve(len(numbers), chunks[partition])
+                merged.reserve(len(numbers), int(sizes[numbers].sum()))
                 merged.size = _merge(
                     numbers, table.arrays, merged.arrays, merged.size, partition, codes
                 )

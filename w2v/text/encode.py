@@ -231,9 +231,7 @@ def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusCon
     encoding = recognize(path, settings).encoding.removesuffix("-sig").upper()
     if bad_words > MOST_BROKEN * words:
         broken = f"{bad_words:,} of {words:,} words are not {encoding}, first in line {line}"
-        remedy = (
-            f"set corpus.encoding{guess_encoding(path, settings)}, or remove them with iconv -c"
-        )
+        remedy = f"set corpus.encoding{guess_encoding(path)}, or remove them with iconv -c"
         raise CorpusError(f"{path}: {broken}; {remedy}")
     broken = f"{count:,} bytes are not {encoding}, first in {path} line {line}"
     log.warning(f"{broken}; each became U+FFFD")

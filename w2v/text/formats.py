@@ -107,19 +107,19 @@ class Format(NamedTuple):
         return self.is_utf8 and not self.packing
 
 
-def packing_of(head: bytes) -> str:
-    """Return the ending of packed files that begin with these bytes, or ""."""
+def packing_of(path: Path) -> str:
+    """Return the ending of packed files that begin as this one, or ""."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
     return next((ending for ending, first in PACKED.items() if re.match(first, head)), "")
 
 
 def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
     """Return the format of a file; raise `CorpusError` if it is no text."""
     with refused(CorpusError, f"{path} cannot be read", UNREADABLE):
-        with open(path, "rb") as file:
+        packing = packing_of(path)
+        with unpacked(path, packing) as file:
             head = file.read(HEAD_BYTES)
-        if packing := packing_of(head):
-            with unpacked(path, packing) as unpacked_file:
-                head = unpacked_file.read(HEAD_BYTES)
         return _recognize(path, head, settings)._replace(packing=packing)
 
 
@@ -171,9 +171,9 @@ def binary_error(path: Path, reason: str) -> CorpusError:
     return CorpusError(f"{path} looks binary ({reason}); {remedy}")
 
 
-def guess_encoding(path: Path, settings: CorpusConfig) -> str:
+def guess_encoding(path: Path) -> str:
     """Return "=NAME" for the probable encoding, if a package can tell."""
-    with suppress(ImportError), unpacked(path, recognize(path, settings).packing) as file:
+    with suppress(ImportError), unpacked(path, packing_of(path)) as file:
         from charset_normalizer import from_bytes
 
         if guess := from_bytes(file.read(HEAD_BYTES), cp_isolation=ENCODINGS).best():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from w2v.system.files import refused
-from w2v.text.formats import HEAD_BYTES, packing_of, unpacked
+from w2v.text.formats import packing_of, unpacked
 from w2v.vectors import fasttext, manifest, runs
 from w2v.vectors.fasttext import Ngrams
 from w2v.vectors.manifest import VectorsError
@@ -150,9 +150,7 @@ def load_words(run: str | Path) -> Words:
     with refused(VectorsError, problem, AGAIN), np.errstate(over="raise", invalid="ignore"):
         if is_run:
             return _read_run(folder)
-        with open(path, "rb") as file:
-            packing = packing_of(file.read(HEAD_BYTES))
-        with unpacked(path, packing) as file:
+        with unpacked(path, packing_of(path)) as file:
             return _read(path, file)
 
 

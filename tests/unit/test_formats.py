@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import lzma
+import struct
 import sys
 import tarfile
 import time
@@ -203,6 +204,7 @@ HTML = "<!DOCTYPE html>\n<html><body><p>The cat &amp; dog&nbsp;sat</p></body></h
         ("a.txt", NAIVE.encode("utf-16-be"), "a NUL byte; .*corpus.encoding=utf-16-be"),
         ("a.csv", CSV.replace(b"text", b"body"), "no column 'text' .its first line: id | body"),
         ("a.tsv", TSV, "no column 'text' .*corpus.field=NAME, or a number"),
+        ("a.csv", b'id,"body\nof"\n1,a b\n', "no column 'text' .its first line: id | body of"),
         ("a.csv", CSV + b"3\n", r"line 4 .*\(it has 1 columns instead of 3\)"),
         ("a.csv", CSV + b"3,a, b,c\n", r"line 4 .*\(it has 4 columns instead of 3\)"),
         ("a.csv", CSV + b'3,"a b,c\n4,d,e\n', r"line 5 .*\(unexpected end of data\)"),
@@ -297,6 +299,13 @@ def test_columns_of_parquet_and_arrow_are_read(tmp_path, kind):
     assert words(path, tmp_path, field="nested.text") == WORDS
     with pytest.raises(CorpusError, match=r"no column 'body' \(it has id: int64, text: string"):
         words(path, tmp_path, field="body")
+    if kind in ("arrow", "stream"):  # a text that ends beyond the file
+        first, end = len(TEXTS[0]), len("".join(TEXTS))
+        sound, damaged = (struct.pack("<4i", 0, first, at, at) for at in (end, 1 << 30))
+        assert sound in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(sound, damaged))
+        with pytest.raises(CorpusError, match="a.txt cannot be read .ArrowInvalid"):
+            words(path, tmp_path)
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
 from w2v.config import SECTIONS, CorpusConfig
-from w2v.system.files import refused
+from w2v.system.files import one_line, refused
 
 HEAD_BYTES = 1 << 16  # of a file, to recognize its format
 CHUNK = 1 << 20  # characters
@@ -356,7 +356,7 @@ def _column(text: io.TextIOBase, found: Format, path: Path, field: str) -> Itera
         column = int(field) - 1
         filled = chain([first], filled)  # there are no names
     else:
-        names = " | ".join(first)[:80]
+        names = one_line(" | ".join(first))[:80]
         remedy = "set corpus.field=NAME, or a number if the columns have no names: 1, 2, ..."
         raise CorpusError(f"{path} has no column {field!r} (its first line: {names}); {remedy}")
     try:
@@ -381,16 +381,19 @@ def _rows(file: BufferedIOBase, kind: str, path: Path, field: str) -> Iterator[E
     schema = table.schema_arrow if kind == "parquet" else table.schema
     column = field if field in schema.names else field.partition(".")[0]
     if column not in schema.names:
-        has = ", ".join(f"{each.name}: {each.type}" for each in schema)[:80]
+        has = one_line(", ".join(f"{each.name}: {each.type}" for each in schema))[:80]
         raise CorpusError(f"{path} has no column {field!r} (it has {has}); set corpus.field=NAME")
     batches = table
     if kind == "parquet":
         batches = table.iter_batches(columns=[column])
     elif kind == "arrow":
         batches = map(table.get_batch, range(table.num_record_batches))
-    values = (value for batch in batches for value in batch.column(column).to_pylist())
-    for number, value in enumerate(values, 1):
-        yield f"row {number}", {column: value}
+    numbers = count(1)
+    for batch in batches:
+        cells = batch.column(column)
+        cells.validate(full=True)  # of a damaged file, it could address any memory
+        for value in cells.to_pylist():
+            yield f"row {next(numbers)}", {column: value}
 
 
 def _lines(entries: Iterable[Entry], path: Path, field: str) -> Iterator[str]:
@@ -462,5 +465,5 @@ def _no_text(path: Path, where: str, entry: Any, field: str) -> CorpusError:
     found = type(entry).__name__
     if isinstance(entry, dict):
         found = ", ".join(f"{key}: {type(value).__name__}" for key, value in entry.items())
-    reason = f"has no text in the field {field!r} (it has {found[:80]})"
+    reason = f"has no text in the field {field!r} (it has {one_line(found)[:80]})"
     return CorpusError(f"{path} {where} {reason}; set corpus.field=NAME")

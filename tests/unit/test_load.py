@@ -191,13 +191,14 @@ def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path, caplog):
         (b"PK\3\4", "is a zip archive"),
         (pickle.dumps([{"the": 1}]), "is a pickle of other objects than KeyedVectors"),
         (pickle.dumps(Path("x")), "names pathlib.*, which could run any code"),
+        (b"\x80\x04\x8c\x02os\x8c\x04\n" + b"ab\n\x93.", "names os. ab, which could run any code"),
     ],
 )
 def test_errors_say_what_was_found_and_expected(tmp_path, content, message):
     (tmp_path / "x.vec").write_bytes(content)
     with pytest.raises(VectorsError, match=message) as caught:
         load.load(tmp_path / "x.vec")
-    assert "damaged" not in str(caught.value)
+    assert "damaged" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 PIECES = b"a|b |1|-0.5|1e40|nan| |\t|\n|\r|\0|\x0b|\xff|\xc3\xa4|2 1\n|1 2\n".split(b"|")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from w2v.system.files import refused
+from w2v.system.files import one_line, refused
 from w2v.text.formats import packing_of, unpacked
 from w2v.vectors import fasttext, manifest, runs
 from w2v.vectors.fasttext import Ngrams
@@ -436,8 +436,8 @@ class Decoder(PythonUnpickler):
         """Return a class whose instances are `Made`; import nothing."""
         called = f"{module} {name}"
         if called not in PICKLED:  # a whole model is a common mistake
-            code = f"{self.path}: it names {module}.{name}, which could run any code"
-            raise VectorsError(f"{code}; {SAVE_WV}")
+            code = f"it names {one_line(f'{module}.{name}')[:80]}, which could run any code"
+            raise VectorsError(f"{self.path}: {code}; {SAVE_WV}")
         return type(name, (Made,), {"name": called})
 
 

@@ -110,3 +110,6 @@ def test_too_few_words_and_equal_ones_are_refused(folder, capsys):
         export.save(kv_of(list("abcd"), np.tile(row, (4, 1))), folder / "few", ["kv"])
         assert evaluate.main(["map", str(folder / "few")]) == 2
         assert "a map of 4 equal vectors shows nothing" in capsys.readouterr().err
+    for kind in "248":  # bytes of a number
+        sound = report._sound(np.array([[1, np.inf, np.nan, 6e4]], f"f{kind}"))
+        assert sound.dtype == np.float32 and sound.tolist() == [[1, 0, 0, 6e4]]

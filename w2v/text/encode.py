@@ -2,9 +2,9 @@
 
 Threads read blocks of the text in turn. Each numbers the words of its blocks in a table of its own;
 the numbers go to a temporary file. Tables are merged when they are large, and at the end, which
-gives each word a code. Then frequent pairs of words may be joined (see
-`phrases`), the vocabulary is selected, and threads replace numbers by ids: a number in a thread's
-table leads to a code, and that to the word's row in the vocabulary, its id.
+gives each word a code. Then frequent pairs of words may be joined (see `phrases`), the vocabulary
+is selected, and threads replace numbers by ids: a number in a thread's table leads to a code, and
+that to the word's row in the vocabulary, its id.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each

@@ -12,7 +12,7 @@ from io import BufferedIOBase
 from pathlib import Path
 
 from w2v.config import CorpusConfig
-from w2v.system.files import one_line, refused
+from w2v.system.files import one_line
 from w2v.text.formats import TOKEN_END, CorpusError, Format, as_file, opened
 
 SAMPLE_BYTES = 1_000_000  # read to recognize raw text
@@ -92,12 +92,14 @@ def splitter(settings: CorpusConfig) -> Splitter | None:
     module, colon, function = name.partition(":")
     if not colon:
         return None
-    with refused(CorpusError, f"corpus.tokenize={name} fails", "correct it"):
-        try:
-            found = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            remedy = "install it, or start where its file is"
-            raise CorpusError(f"corpus.tokenize={name} is not found ({error}); {remedy}") from None
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        remedy = "install it, or start where its file is"
+        raise CorpusError(f"corpus.tokenize={name} is not found ({error}); {remedy}") from None
+    except Exception as error:  # whatever a user's module raises
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CorpusError(f"corpus.tokenize={name} fails ({reason}); correct it") from error
     if not callable(found):
         raise CorpusError(f"corpus.tokenize={name} is not a function; name one")
     return found

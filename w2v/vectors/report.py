@@ -172,7 +172,9 @@ def _words(vectors: Path, with_map: bool) -> dict[str, Any]:
 
 def _sound(vectors_ND: np.ndarray) -> np.ndarray:
     """Return float32 whose squares have sums: 0 for NaN and from LARGEST on."""
-    return np.where(np.abs(vectors_ND) < LARGEST, vectors_ND, 0).astype(np.float32)
+    with np.errstate(over="ignore"):
+        vectors_ND = vectors_ND.astype(np.float32)
+    return np.where(np.abs(vectors_ND) < LARGEST, vectors_ND, 0)
 
 
 def word_map(kv: load.Words, file: Path, words: int) -> Path:

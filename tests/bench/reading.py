@@ -38,7 +38,7 @@ def write_copies(corpus: Path, count: int, rename: bool, to: Path) -> None:
     spaced = text.replace(b"\n", b" \1 ")  # a line end becomes a word
     numbers = np.empty(len(spaced), np.int32)
     padded = tokenize.padded(spaced)
-    numbers = tokenize.number_words(padded, len(spaced), 0, table, numbers).numbers
+    numbers = tokenize.number_words(padded, len(spaced), 0, table, numbers)[0]
     words = table.words(np.arange(table.size))
     ranked = np.argsort(-table.counts[: table.size], kind="stable").tolist()
     rare = [number for number in ranked[KEPT_WORDS:] if words[number] != "\1"]

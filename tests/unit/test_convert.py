@@ -11,7 +11,7 @@ from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from w2v.api import cli
 from w2v.api import vectors as api
-from w2v.vectors import convert, export
+from w2v.vectors import convert, export, manifest
 from w2v.vectors.manifest import FILES, STATIC, VectorsError
 
 WORDS = ["the", "zürich", "paris", "東京", "don't", "0"]
@@ -114,6 +114,13 @@ def test_neighbors_come_from_an_index_of_a_million_words(tmp_path, index_module,
     assert convert.open_index(tmp_path, vectors) is not None
     for others in (vectors[:1999], vectors[::-1]):
         assert convert.open_index(tmp_path, others) is None
+    file = tmp_path / FILES["index"]
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(VectorsError, match=r"usearch cannot be read .*; export it again"):
+        convert.open_index(tmp_path, vectors)
+    manifest.write(tmp_path, None, {file.name: "0" * 64})
+    with pytest.raises(VectorsError, match=r"usearch is damaged"):
+        convert.open_index(tmp_path, vectors)
 
 
 @pytest.mark.parametrize("form", ["parquet", "index"])

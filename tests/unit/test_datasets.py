@@ -1,6 +1,7 @@
 """Question files and judged word pairs are read as gensim reads them."""
 
 import gzip
+import lzma
 
 import pytest
 
@@ -21,8 +22,8 @@ def test_lines_of_other_than_four_words_are_skipped(tmp_path):
 
 
 def test_questions_without_a_section_are_in_one_named_after_the_file(tmp_path):
-    path = tmp_path / "msr.txt.gz"
-    path.write_bytes(gzip.compress(b"a b c d\n: s\ne f g h\n"))
+    path = tmp_path / "msr.txt.xz"
+    path.write_bytes(lzma.compress(b"a b c d\n: s\ne f g h\n"))
     assert read_questions(path) == [("msr", [["A", "B", "C", "D"]]), ("s", [["E", "F", "G", "H"]])]
 
 

@@ -7,8 +7,10 @@ import io
 import json
 import logging
 import lzma
+import struct
 import sys
 import tarfile
+import time
 import zipfile
 from dataclasses import replace
 
@@ -202,6 +204,7 @@ HTML = "<!DOCTYPE html>\n<html><body><p>The cat &amp; dog&nbsp;sat</p></body></h
         ("a.txt", NAIVE.encode("utf-16-be"), "a NUL byte; .*corpus.encoding=utf-16-be"),
         ("a.csv", CSV.replace(b"text", b"body"), "no column 'text' .its first line: id | body"),
         ("a.tsv", TSV, "no column 'text' .*corpus.field=NAME, or a number"),
+        ("a.csv", b'id,"body\nof"\n1,a b\n', "no column 'text' .its first line: id | body of"),
         ("a.csv", CSV + b"3\n", r"line 4 .*\(it has 1 columns instead of 3\)"),
         ("a.csv", CSV + b"3,a, b,c\n", r"line 4 .*\(it has 4 columns instead of 3\)"),
         ("a.csv", CSV + b'3,"a b,c\n4,d,e\n', r"line 5 .*\(unexpected end of data\)"),
@@ -233,8 +236,16 @@ def test_a_folder_may_mix_formats(tmp_path):
     (texts / "b.csv").write_bytes(CSV)
     (texts / "c.json.gz").write_bytes(gzip.compress(JSON_TEXT))
     (texts / "d.txt").write_bytes(TEXTS[1].encode("utf-16"))
-    first, second = WORDS[: -len(" a cat dog")], "a cat dog"
+    # No JSON: a quote that is left open, in one line or several, and a list before other text.
+    (texts / "e.txt").write_bytes(b'["The cat sat')
+    (texts / "f.txt").write_bytes(b'[["The cat sat\n')
+    (texts / "g.txt").write_bytes(b'["The"] cat sat\n')
+    (texts / "h.txt").write_bytes(b"\n" * formats.HEAD_BYTES + b"the dog")
+    first, second = WORDS[: -len(" a cat dog")], "a cat dog" + 3 * " the cat sat" + " the dog"
     assert words(texts, tmp_path) == f"{first} {WORDS} {WORDS} {second}"
+    started = time.process_time()
+    assert formats.recognize(texts / "h.txt").kind == "text"
+    assert time.process_time() - started < 1  # a pattern may read blanks once for each blank
 
 
 def test_json_of_many_blocks(tmp_path, monkeypatch):
@@ -288,6 +299,13 @@ def test_columns_of_parquet_and_arrow_are_read(tmp_path, kind):
     assert words(path, tmp_path, field="nested.text") == WORDS
     with pytest.raises(CorpusError, match=r"no column 'body' \(it has id: int64, text: string"):
         words(path, tmp_path, field="body")
+    if kind in ("arrow", "stream"):  # a text that ends beyond the file
+        first, end = len(TEXTS[0]), len("".join(TEXTS))
+        sound, damaged = (struct.pack("<4i", 0, first, at, at) for at in (end, 1 << 30))
+        assert sound in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(sound, damaged))
+        with pytest.raises(CorpusError, match="a.txt cannot be read .ArrowInvalid"):
+            words(path, tmp_path)
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
@@ -362,6 +380,9 @@ def test_few_broken_words_are_a_warning(tmp_path, caplog):
     assert "5 bytes are not UTF-8, first in" in caplog.text and "line 1001;" in caplog.text
     (tmp_path / "a.txt").write_bytes(text + b"M\xe4dchen here\n" * 6)
     with pytest.raises(CorpusError, match="6 of 5,012 words are not UTF-8"):
+        words(tmp_path / "a.txt", tmp_path)
+    (tmp_path / "a.txt").write_bytes("the cat".encode("utf-16")[:-1])
+    with pytest.raises(CorpusError, match="1 of 2 words are not UTF-16, first in line 1"):
         words(tmp_path / "a.txt", tmp_path)
 
 

@@ -184,17 +184,21 @@ def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path, caplog):
         (b"the,0.1,0.2\nof,0.3,0.4\n", "is text, not vectors: its lines do not end in numbers"),
         (b"GIF89a\0\0\0\0", "neither gensim's KeyedVectors nor"),
         ("the 1 2\n".encode("utf-16"), "is UTF-16 text"),
+        ("\ufeffthe 1 2\n".encode("utf-16-be"), "is UTF-16 text"),
+        (b"2 2\rthe 1 2\rof 3 4\r", "line 1 has a carriage return"),
+        (b"3 1\na " + b"\xff" * 8 + b"b " + b"\xff" * 8 + b"c " + bytes(4), "2 of 3 words are not"),
         (b"\xba\x16\x4f\x2f\x0c\0\0\0", "ends where 56 more bytes should follow"),
         (b"PK\3\4", "is a zip archive"),
         (pickle.dumps([{"the": 1}]), "is a pickle of other objects than KeyedVectors"),
         (pickle.dumps(Path("x")), "names pathlib.*, which could run any code"),
+        (b"\x80\x04\x8c\x02os\x8c\x04\n" + b"ab\n\x93.", "names os. ab, which could run any code"),
     ],
 )
 def test_errors_say_what_was_found_and_expected(tmp_path, content, message):
     (tmp_path / "x.vec").write_bytes(content)
     with pytest.raises(VectorsError, match=message) as caught:
         load.load(tmp_path / "x.vec")
-    assert "damaged" not in str(caught.value)
+    assert "damaged" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 PIECES = b"a|b |1|-0.5|1e40|nan| |\t|\n|\r|\0|\x0b|\xff|\xc3\xa4|2 1\n|1 2\n".split(b"|")
@@ -223,10 +227,15 @@ def test_any_bytes_are_whole_vectors_or_refused_in_one_line(tmp_path_factory, st
         assert words.vectors.dtype == np.float32
 
 
-def test_more_words_than_the_header_says_are_left_out(tmp_path, caplog):
+def test_more_words_than_the_header_says_and_long_lines_are_left_out(tmp_path, caplog, monkeypatch):
     (tmp_path / "x.txt").write_bytes(b"1 2\na 1 2\nb 3 4\n")
     assert load.load_words(tmp_path / "x.txt").index_to_key == ["a"]
     assert "header says 1 words of 2 dimensions, but there are more" in caplog.text
+    monkeypatch.setattr(load, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(load, "LONGEST", 16)
+    (tmp_path / "x.txt").write_bytes(b"2 2\na 1 2\nb 3" + b" " * 50 + b"4\n")
+    with pytest.raises(VectorsError, match="line 3 ends in 1 numbers"):
+        load.load_words(tmp_path / "x.txt")
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -362,9 +371,10 @@ def test_floats_of_any_size_and_order_are_loaded(tmp_path, dtype, order):
     expected = np.arange(6).reshape(3, 2)
     kv.vector_size = 2
     kv.vectors = np.array(expected, dtype, order=order)
-    kv.save(str(tmp_path / "x.kv"))
-    found = load.load_words(tmp_path / "x.kv").vectors
-    assert found.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(found, expected)
+    for apart in ([], ["vectors"]):
+        kv.save(str(tmp_path / "x.kv"), separately=apart)
+        found = load.load_words(tmp_path / "x.kv").vectors
+        assert found.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["vectors.kv", "vectors.kv.vectors.npy"])

@@ -100,9 +100,16 @@ def test_pictures_of_several_runs_are_beside_them(tmp_path, names):
     assert picture_path(folders, "x.png", tmp_path / "y.png") == tmp_path / "y.png"
 
 
-def test_too_few_words_are_refused(folder, capsys):
+def test_too_few_words_and_equal_ones_are_refused(folder, capsys):
     (folder / "few").mkdir()
     export.save(kv_of(["a", "b", "c"], two_clouds()[:3]), folder / "few", ["kv"])
     assert evaluate.main(["map", str(folder / "few")]) == 2
     error = capsys.readouterr().err
     assert "a map of 3 words" in error and error.count("\n") == 1
+    for row in (np.ones(8), np.zeros(8), np.full(8, 3e38), np.full(8, np.nan)):
+        export.save(kv_of(list("abcd"), np.tile(row, (4, 1))), folder / "few", ["kv"])
+        assert evaluate.main(["map", str(folder / "few")]) == 2
+        assert "a map of 4 equal vectors shows nothing" in capsys.readouterr().err
+    for kind in "248":  # bytes of a number
+        sound = report._sound(np.array([[1, np.inf, np.nan, 6e4]], f"f{kind}"))
+        assert sound.dtype == np.float32 and sound.tolist() == [[1, 0, 0, 6e4]]

@@ -168,7 +168,9 @@ def test_text8_is_fetched_once(tmp_path, monkeypatch):
     load = mock.Mock(side_effect=[OSError("no route\nto host"), str(fetched)])
     monkeypatch.setattr(downloader, "load", load)
     data = tmp_path / "data"
-    with pytest.raises(CorpusError, match=r"\(no route to host\); put the text at .*text8\.gz"):
+    with pytest.raises(
+        CorpusError, match=r"\(OSError: no route to host\); put the text at .*text8\.gz"
+    ):
         locate("text8", data)
     for _ in range(2):
         assert locate("text8", data) == [data / "text8.gz"]

@@ -26,7 +26,7 @@ def test_whitespace_is_that_of_python_and_the_zero_width_space():
     characters = [chr(code) for code in range(1, 0x110000) if not 0xD800 <= code <= 0xDFFF]
     text = "a" + "a".join(characters)
     table = WordTable()
-    numbers = number(cleaned(text).encode(), table).numbers
+    numbers = number(cleaned(text).encode(), table)[0]
     assert table.words(numbers[numbers != LINE_END]) == text.replace("\u200b", " ").split()
 
 
@@ -53,8 +53,8 @@ def test_words_are_numbered_by_first_appearance_and_counted(texts):
     found = [number(text.encode(), table) for text in texts]
     for text, numbered in zip(texts, found, strict=True):
         longest = max([len(word.encode()) for word in text.split()], default=0)
-        assert longest == numbered.longest or longest < 8
-    numbers = [n for numbered in found for n in numbered.numbers.tolist() if n != LINE_END]
+        assert longest == numbered[1] or longest < 8
+    numbers = [n for numbered in found for n in numbered[0].tolist() if n != LINE_END]
     words = [word for text in texts for word in text.split()]
     distinct = list(dict.fromkeys(words))
     assert table.words(np.arange(table.size)) == distinct
@@ -69,7 +69,7 @@ def test_tables_grow_and_merge():
         table = WordTable()
         words = [f"word-number-{n}" for n in range(start, start + 15_000)]
         numbered = number(" ".join(words).encode(), table, first=start * 10)
-        codes = merged.merge(table)[numbered.numbers]
+        codes = merged.merge(table)[numbered[0]]
         assert merged.words(codes) == words
         text |= {start * 10 + place: word for place, word in enumerate(words)}
     counts, firsts = merged.totals()
@@ -95,7 +95,7 @@ def test_words_with_the_same_key_are_told_apart():
         )
         if min(other_end) > 32:
             words += [first + end, second + other_end]
-    assert number(b" ".join(words * 2), WordTable()).numbers.tolist() == [*range(20)] * 2
+    assert number(b" ".join(words * 2), WordTable())[0].tolist() == [*range(20)] * 2
 
 
 @each_case(

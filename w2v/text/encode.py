@@ -1,11 +1,10 @@
 """Encode text as word ids, on all cores.
 
-Each thread reads a part of the text, block by block, as neighboring blocks share rare words. A text
-that is not plain has one part, whose blocks threads read in turn. Each numbers the words of its
-blocks in a table of its own; the numbers go to a temporary file. Tables are merged when they are
-large, and at the end, which gives each word a code. Then frequent pairs of words may be joined (see
-`phrases`), the vocabulary is selected, and threads replace numbers by ids: a number in a thread's
-table leads to a code, and that to the word's row in the vocabulary, its id.
+Threads read blocks of the text in turn. Each numbers the words of its blocks in a table of its own;
+the numbers go to a temporary file. Tables are merged when they are large, and at the end, which
+gives each word a code. Then frequent pairs of words may be joined (see `phrases`), the vocabulary
+is selected, and threads replace numbers by ids: a number in a thread's table leads to a code, and
+that to the word's row in the vocabulary, its id.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each
@@ -18,13 +17,12 @@ import codecs
 import contextlib
 import itertools
 import logging
-import os
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedIOBase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,15 +153,6 @@ class NumberedBlock(NamedTuple):
         return self.table.codes[self.numbers()]
 
 
-class Piece(NamedTuple):
-    """What one thread at a time reads of a file: all, or some of its bytes."""
-
-    path: Path
-    found: Format
-    start: int = 0
-    end: int | None = None  # after a space; None: the end of the file
-
-
 class TextBlock(NamedTuple):
     """A block of text in the buffer of a thread."""
 
@@ -172,25 +161,15 @@ class TextBlock(NamedTuple):
     size: int  # bytes
 
 
-class CleanText(NamedTuple):
-    """Text that is ready to be numbered."""
-
-    text: np.ndarray  # uint8, padded
-    size: int
-    broken: Broken = Broken()
-
-
 def _number_words(
     files: list[Path], settings: CorpusConfig, merged: MergedWords, workers: int, folder: Path
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
     formats = [recognize(path, settings) for path in files]
-    pieces = [Piece(path, found) for path, found in zip(files, formats, strict=True)]
-    readers = [_Reader(pieces, settings)]
+    reader = _Reader(zip(files, formats, strict=True), settings)
     size = 0
     if all(found.is_plain for found in formats) and not splitter(settings):
         size = sum(path.stat().st_size for path in files)
-        readers = _split(pieces, settings, workers)
     coded_texts = [CodedText(folder) for _ in range(workers)]
     numbered: dict[int, NumberedBlock] = {}  # by `TextBlock.first`
     stopped = threading.Event()
@@ -200,19 +179,17 @@ def _number_words(
         buffer = np.empty(BUFFER_BYTES, np.uint8)
         numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
         try:
-            # Its own part first, then what is left of the others'.
-            for reader in readers[worker:] + readers[:worker]:
-                table = ThreadTable()
-                while not stopped.is_set() and (block := reader.read(buffer)):
-                    # Merged when large, which bounds memory and keeps the table in caches.
-                    if table.words.size > TABLE_WORDS:
-                        table.merge(merged)
-                        table = ThreadTable()
-                    progress(block.size)
-                    words, broken = _number_block(buffer, block, settings, table, numbers)
-                    place = coded.append(words)
-                    numbered[block.first] = NumberedBlock(coded, place, table, block.path, broken)
-                table.merge(merged)
+            table = ThreadTable()
+            while not stopped.is_set() and (block := reader.read(buffer)):
+                # Merged when large, which bounds memory and keeps the table in caches.
+                if table.words.size > TABLE_WORDS:
+                    table.merge(merged)
+                    table = ThreadTable()
+                progress(block.size)
+                words, broken = _number_block(buffer, block, settings, table, numbers)
+                place = coded.append(words)
+                numbered[block.first] = NumberedBlock(coded, place, table, block.path, broken)
+            table.merge(merged)
         finally:
             stopped.set()  # no block is left, or the text is refused
 
@@ -236,12 +213,10 @@ def _check_encoding(path: Path, blocks: list[NumberedBlock], settings: CorpusCon
     line = sum(block.place.lines for block in blocks[:first]) + blocks[first].broken.line
     bad_words = sum(block.broken.words for block in blocks)
     words = max(bad_words, sum(block.place.tokens - block.place.lines for block in blocks))
-    encoding = settings.encoding.upper()
+    encoding = recognize(path, settings).encoding.removesuffix("-sig").upper()
     if bad_words > MOST_BROKEN * words:
         broken = f"{bad_words:,} of {words:,} words are not {encoding}, first in line {line}"
-        remedy = (
-            f"set corpus.encoding{guess_encoding(path, settings)}, or remove them with iconv -c"
-        )
+        remedy = f"set corpus.encoding{guess_encoding(path)}, or remove them with iconv -c"
         raise CorpusError(f"{path}: {broken}; {remedy}")
     broken = f"{count:,} bytes are not {encoding}, first in {path} line {line}"
     log.warning(f"{broken}; each became U+FFFD")
@@ -258,55 +233,18 @@ def _number_block(
     if not buffer[: block.size].all():
         raise binary_error(block.path, "a NUL byte")
     text, size, broken = _clean(buffer, block.size, settings)
-    words = tokenize.number_words(text, size, block.first, table.words, numbers)
-    if words.longest > MAX_WORD_BYTES:
+    numbers, longest = tokenize.number_words(text, size, block.first, table.words, numbers)
+    if longest > MAX_WORD_BYTES:
         raise binary_error(block.path, LONG_WORD)
-    return words.numbers, broken
-
-
-def _split(pieces: Sequence[Piece], settings: CorpusConfig, workers: int) -> list[_Reader]:
-    """Return readers of about equal parts of plain text, one for each thread."""
-    sizes = [piece.path.stat().st_size for piece in pieces]
-    share = max(BLOCK_BYTES, -(-sum(sizes) // workers))
-    readers = []
-    part: list[Piece] = []
-    room = share
-    first = 0  # of the part, as of a block
-    done = 0  # bytes of the text, with line ends
-    for (path, found, start, _), size in zip(pieces, sizes, strict=True):
-        while room < size - start and (end := _after_space(path, start + room)) < size:
-            readers.append(_Reader([*part, Piece(path, found, start, end)], settings, first))
-            done += end - start
-            first = done
-            start = end
-            part = []
-            room = share
-        part.append(Piece(path, found, start))
-        done += size - start + 1
-        room = max(0, room - (size - start))
-    return [*readers, _Reader(part, settings, first)]
-
-
-def _after_space(path: Path, start: int) -> int:
-    """Return the byte after the next space of a file.
-
-    It is the end of the file if there is no space in ASCII nearby.
-    """
-    with open(path, "rb") as file:
-        file.seek(start)
-        found = re.search(rb"[ \n\t]", file.read(MAX_WORD_BYTES))
-        return start + found.end() if found else file.seek(0, os.SEEK_END)
+    return numbers, broken
 
 
 class _Reader:
-    """Blocks of text, read in order by one thread at a time.
+    """Blocks of text, read in order by one thread at a time."""
 
-    first: that of the first block.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], settings: CorpusConfig, first: int = 0):
+    def __init__(self, files: Iterable[tuple[Path, Format]], settings: CorpusConfig):
         self._lock = threading.Lock()
-        self._blocks = self._read(pieces, settings, first)
+        self._blocks = self._read(files, settings)
 
     def read(self, buffer: np.ndarray) -> TextBlock | None:
         """Read a block into the buffer; return None after the last one."""
@@ -315,42 +253,31 @@ class _Reader:
             return next(self._blocks, None)
 
     def _read(
-        self, pieces: Sequence[Piece], settings: CorpusConfig, first: int
+        self, files: Iterable[tuple[Path, Format]], settings: CorpusConfig
     ) -> Iterator[TextBlock]:
-        for piece in pieces:
-            for size in self._read_piece(piece, settings):
-                yield TextBlock(first, piece.path, size)
-                first += size
+        first = 0
+        for path, found in files:
+            with opened_words(path, settings, found) as file:
+                for size in self._read_file(file, path):
+                    yield TextBlock(first, path, size)
+                    first += size
 
-    def _read_piece(self, piece: Piece, settings: CorpusConfig) -> Iterator[int]:
+    def _read_file(self, file: BufferedIOBase, path: Path) -> Iterator[int]:
         """Yield the size of each block in the buffer."""
-        path, found, start, end = piece
-        with opened_words(path, settings, found) as file:
-            rest = b""
-            left = sys.maxsize if end is None else end - start
-            if start:
-                file.seek(start)
-            else:
-                head = file.read(min(left, len(codecs.BOM_UTF8)))
-                left -= len(head)
-                rest = head.removeprefix(codecs.BOM_UTF8)
-            while True:
-                memory = memoryview(self._buffer)
-                memory[: len(rest)] = rest
-                read = file.readinto(memory[len(rest) : len(rest) + min(left, BLOCK_BYTES)])
-                left -= read
-                size = len(rest) + read
-                if not read:
-                    if end is None:  # a line ends with its file
-                        memory[size] = tokenize.NEWLINE
-                        size += 1
-                    if size:
-                        yield size
-                    break
-                last = bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size])
-                rest = _last_word(last, path)
-                if size > len(rest):
-                    yield size - len(rest)
+        rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+        while True:
+            memory = memoryview(self._buffer)
+            memory[: len(rest)] = rest
+            read = file.readinto(memory[len(rest) : len(rest) + BLOCK_BYTES])
+            size = len(rest) + read
+            if not read:
+                memory[size] = tokenize.NEWLINE  # a line ends with its file
+                yield size + 1
+                return
+            last = bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size])
+            rest = _last_word(last, path)
+            if size > len(rest):
+                yield size - len(rest)
 
 
 def _last_word(text: bytes, path: Path) -> bytes:
@@ -366,13 +293,16 @@ def _last_word(text: bytes, path: Path) -> bytes:
     return last.encode(errors="surrogateescape")
 
 
-def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
-    """Replace white space, punctuation and upper case, as the settings say."""
+def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndarray, int, Broken]:
+    """Replace white space, punctuation and upper case, as the settings say.
+
+    Returns the text, uint8 and padded, its bytes, and what was not UTF-8.
+    """
     words_only = settings.tokenize == "words"
     lowercase = settings.lowercase or words_only
     text[size] = ord(" ")
     if not lowercase and text[:size].max() < 0x80:
-        return CleanText(text, size)
+        return text, size, Broken()
     if settings.emoji:
         decoded = text[:size].tobytes().decode(errors="surrogateescape")
         spaced = EMOJI.sub(lambda found: f" {found[0]} ", decoded).replace("\ufe0f", "")
@@ -381,7 +311,7 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
     becomes = tokenize.replacements(words_only, lowercase, PICTURE if settings.emoji else "")
     clean, clean_size = tokenize.normalized(text, size, becomes)
     if clean_size >= 0:
-        return CleanText(clean, clean_size)
+        return clean, clean_size, Broken()
     # Bytes that are not UTF-8, or upper case that depends on its neighbors: seldom, so in Python.
     decoded = text[:size].tobytes().decode(errors="surrogateescape")
     bad_line = bad_words = 0
@@ -391,7 +321,7 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
     decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
     repaired = (decoded.lower() if lowercase else decoded).encode()
     clean, clean_size = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
-    return CleanText(clean, clean_size, Broken(bad_bytes, bad_line, bad_words))
+    return clean, clean_size, Broken(bad_bytes, bad_line, bad_words)
 
 
 def _encode_blocks(

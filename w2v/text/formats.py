@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
 from w2v.config import SECTIONS, CorpusConfig
-from w2v.system.files import refused
+from w2v.system.files import one_line, refused
 
 HEAD_BYTES = 1 << 16  # of a file, to recognize its format
 CHUNK = 1 << 20  # characters
@@ -26,7 +26,7 @@ MOST_MISSING = 100  # entries without the field before the first one that has it
 MARKUP_SHARE = 0.01  # of the tokens of a text: tags
 FLAGS = re.DOTALL | re.IGNORECASE
 DEFAULT = CorpusConfig()
-UNREADABLE = "is it complete, and the package installed that reads it?"
+UNREADABLE = "is it complete, of this encoding, and the package installed that reads it?"
 log = logging.getLogger("w2v")
 
 PACKED = {  # first bytes by the ending that smart_open knows
@@ -74,9 +74,10 @@ MARKED_UP = [  # the same for characters
 # Of HTML and others; </s> ends a sentence of plain text.
 TAGS = re.compile(r"</(?!s>)[A-Za-z][\w:.-]*>|<br ?/?>|<!--|&(?:amp|nbsp|lt|gt|quot|#\d+);")
 DUMP = re.compile(r"\s*(<\?xml[^>]*>\s*)?<mediawiki\b")
-STRING = r'"(?:[^"\\]|\\.)*'  # without its last quote, as it may be cut
+STRING = r'"(?:[^"\\\0-\x1f]|\\.)*'  # without its last quote, as it may be cut
 JSON = re.compile(
-    rf'\s*(\[?\s*\{{\s*{STRING}(\\?$|"\s*:)|\[\s*\[?\s*{STRING}(\\?$|"\s*(\]|,\s*("|$))))',
+    rf'\s*((\[\s*)?\{{\s*{STRING}(\\?\Z|"\s*:)'
+    rf'|\[\s*(\[\s*)?{STRING}(\\?\Z|"\s*(\]\s*([][,]|\Z)|,\s*("|\Z))))',
     re.DOTALL,
 )
 DELIMITERS = "\t,;|"
@@ -106,19 +107,19 @@ class Format(NamedTuple):
         return self.is_utf8 and not self.packing
 
 
-def packing_of(head: bytes) -> str:
-    """Return the ending of packed files that begin with these bytes, or ""."""
+def packing_of(path: Path) -> str:
+    """Return the ending of packed files that begin as this one, or ""."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
     return next((ending for ending, first in PACKED.items() if re.match(first, head)), "")
 
 
 def recognize(path: Path, settings: CorpusConfig = DEFAULT) -> Format:
     """Return the format of a file; raise `CorpusError` if it is no text."""
     with refused(CorpusError, f"{path} cannot be read", UNREADABLE):
-        with open(path, "rb") as file:
+        packing = packing_of(path)
+        with unpacked(path, packing) as file:
             head = file.read(HEAD_BYTES)
-        if packing := packing_of(head):
-            with unpacked(path, packing) as unpacked_file:
-                head = unpacked_file.read(HEAD_BYTES)
         return _recognize(path, head, settings)._replace(packing=packing)
 
 
@@ -145,7 +146,7 @@ def _recognize(path: Path, head: bytes, settings: CorpusConfig) -> Format:
     is_whole = len(head) < HEAD_BYTES
     if ending in ("jsonl", "ndjson", "jl"):
         return Format("lines", encoding=encoding)
-    if ending == "json" or JSON.match(text):
+    if ending == "json" or JSON.match(text + "\n" * is_whole):  # where nothing is cut, lines end
         return Format(_kind_of_json(path, text, settings.field, is_whole), encoding=encoding)
     is_table = ending in ("csv", "tsv", "tab") or settings.field.isdecimal()
     if dialect := _dialect(text, settings.field, is_table, is_whole):
@@ -170,9 +171,9 @@ def binary_error(path: Path, reason: str) -> CorpusError:
     return CorpusError(f"{path} looks binary ({reason}); {remedy}")
 
 
-def guess_encoding(path: Path, settings: CorpusConfig) -> str:
+def guess_encoding(path: Path) -> str:
     """Return "=NAME" for the probable encoding, if a package can tell."""
-    with suppress(ImportError), unpacked(path, recognize(path, settings).packing) as file:
+    with suppress(ImportError), unpacked(path, packing_of(path)) as file:
         from charset_normalizer import from_bytes
 
         if guess := from_bytes(file.read(HEAD_BYTES), cp_isolation=ENCODINGS).best():
@@ -355,7 +356,7 @@ def _column(text: io.TextIOBase, found: Format, path: Path, field: str) -> Itera
         column = int(field) - 1
         filled = chain([first], filled)  # there are no names
     else:
-        names = " | ".join(first)[:80]
+        names = one_line(" | ".join(first))[:80]
         remedy = "set corpus.field=NAME, or a number if the columns have no names: 1, 2, ..."
         raise CorpusError(f"{path} has no column {field!r} (its first line: {names}); {remedy}")
     try:
@@ -380,16 +381,19 @@ def _rows(file: BufferedIOBase, kind: str, path: Path, field: str) -> Iterator[E
     schema = table.schema_arrow if kind == "parquet" else table.schema
     column = field if field in schema.names else field.partition(".")[0]
     if column not in schema.names:
-        has = ", ".join(f"{each.name}: {each.type}" for each in schema)[:80]
+        has = one_line(", ".join(f"{each.name}: {each.type}" for each in schema))[:80]
         raise CorpusError(f"{path} has no column {field!r} (it has {has}); set corpus.field=NAME")
     batches = table
     if kind == "parquet":
         batches = table.iter_batches(columns=[column])
     elif kind == "arrow":
         batches = map(table.get_batch, range(table.num_record_batches))
-    values = (value for batch in batches for value in batch.column(column).to_pylist())
-    for number, value in enumerate(values, 1):
-        yield f"row {number}", {column: value}
+    numbers = count(1)
+    for batch in batches:
+        cells = batch.column(column)
+        cells.validate(full=True)  # of a damaged file, it could address any memory
+        for value in cells.to_pylist():
+            yield f"row {next(numbers)}", {column: value}
 
 
 def _lines(entries: Iterable[Entry], path: Path, field: str) -> Iterator[str]:
@@ -461,5 +465,5 @@ def _no_text(path: Path, where: str, entry: Any, field: str) -> CorpusError:
     found = type(entry).__name__
     if isinstance(entry, dict):
         found = ", ".join(f"{key}: {type(value).__name__}" for key, value in entry.items())
-    reason = f"has no text in the field {field!r} (it has {found[:80]})"
+    reason = f"has no text in the field {field!r} (it has {one_line(found)[:80]})"
     return CorpusError(f"{path} {where} {reason}; set corpus.field=NAME")

@@ -164,8 +164,8 @@ def _add_words(pairs: np.ndarray, merged: MergedWords) -> np.ndarray:
     joined = " ".join(map(DELIMITER.join, zip(*halves, strict=True))).encode()
     table = tokenize.WordTable()
     numbers = np.empty(len(joined), np.int32)
-    numbered = tokenize.number_words(tokenize.padded(joined), len(joined), 0, table, numbers)
-    return merged.merge(table)[numbered.numbers]
+    numbers, _ = tokenize.number_words(tokenize.padded(joined), len(joined), 0, table, numbers)
+    return merged.merge(table)[numbers]
 
 
 def _join(

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, in_gensim, nearest, one_line, refused
+from w2v.system.files import atomic_path, in_gensim, nearest, refused
 from w2v.system.process import cores, terminate_with_parent
 from w2v.text.formats import DEFAULT, CorpusError, opened, recognize
 
@@ -192,11 +192,8 @@ def _text8(data_dir: Path) -> Path:
     from gensim import downloader
 
     remedy = f"put the text at {plain} or {packed}, or give corpus.path=FILE"
-    try:
+    with refused(CorpusError, "text8 cannot be downloaded", remedy):
         fetched = Path(downloader.load("text8", return_path=True))
-    except Exception as error:  # whatever the network and gensim's cache raise
-        reason = one_line(error)
-        raise CorpusError(f"text8 cannot be downloaded ({reason}); {remedy}") from None
     data_dir.mkdir(parents=True, exist_ok=True)
     with atomic_path(packed) as temporary:
         shutil.copyfile(fetched, temporary)
@@ -212,16 +209,13 @@ def _fetched(url: str, data_dir: Path) -> Path:
     target = data_dir / f"remote-{key}" / name
     if target.exists():
         return target
-    try:
+    remedy = "check the address, or fetch it and name the file"
+    with refused(CorpusError, f"{url} cannot be fetched", remedy):
         system, path = fsspec.core.url_to_fs(url)
         log.info(f"fetching {url} to {target}, once")
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(target) as temporary:
             system.get(path, str(temporary), recursive=not system.isfile(path))
-    except Exception as error:  # whatever the network and its packages raise
-        reason = one_line(f"{type(error).__name__}: {error}")[:200]
-        remedy = "check the address, or fetch it and name the file"
-        raise CorpusError(f"{url} cannot be fetched ({reason}); {remedy}") from None
     return target
 
 

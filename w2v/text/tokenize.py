@@ -10,9 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from functools import cache
-from itertools import count
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 
@@ -86,20 +84,14 @@ class WordTable:
         return self.chunks, self.starts, self.counts, self.firsts, self.slots
 
 
-class Numbered(NamedTuple):
-    """Numbers of the words of a block, and what was noticed on the way."""
-
-    numbers: np.ndarray  # int32 [T], LINE_END for a line feed
-    longest: int  # bytes of the longest word
-
-
 def number_words(
     text: np.ndarray, size: int, first: int, table: WordTable, numbers: np.ndarray
-) -> Numbered:
+) -> tuple[np.ndarray, int]:
     """Number and count the words of a block; add new ones to the table.
 
     The text is uint8, see `padded`, with `size` bytes. `first` is the position of its first word;
     every word and line end takes one. `numbers` is filled, int32; one for each byte is enough.
+    Returns its filled part, LINE_END for a line feed, and the bytes of the longest word.
     """
     position = tokens = longest = 0
     while position < size:
@@ -108,7 +100,7 @@ def number_words(
         table.size, position, tokens, longest = _number(
             text, size, first, table.arrays, table.size, position, tokens, longest, numbers
         )
-    return Numbered(numbers[:tokens], longest)
+    return numbers[:tokens], longest
 
 
 class MergedWords:
@@ -122,8 +114,6 @@ class MergedWords:
     def __init__(self) -> None:
         self._tables = [WordTable() for _ in range(PARTITIONS)]
         self._locks = [Lock() for _ in range(PARTITIONS)]
-        # The first partition of each merge: merges that begin with the same one would queue.
-        self._first = count(step=7)
 
     def merge(self, table: WordTable) -> np.ndarray:
         """Add the words and counts of a table; return their codes, int32.
@@ -138,15 +128,11 @@ class MergedWords:
         hashes = (keys ^ keys >> HALF) * FACTOR >> TOP
         partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
         order, bounds = _grouped(partitions)
-        # Counted for all partitions at once: in the loop, each call would wait for the GIL.
-        ends = np.cumsum(np.diff(table.starts[: table.size + 1])[order])
-        chunks = np.diff(np.append(0, ends)[bounds]).tolist()
-        first = next(self._first)
-        for partition in ((first + place) % PARTITIONS for place in range(PARTITIONS)):
-            merged = self._tables[partition]
+        sizes = np.diff(table.starts[: table.size + 1])
+        for partition, merged in enumerate(self._tables):
             numbers = order[bounds[partition] : bounds[partition + 1]]
             with self._locks[partition]:
-                merged.reserve(len(numbers), chunks[partition])
+                merged.reserve(len(numbers), int(sizes[numbers].sum()))
                 merged.size = _merge(
                     numbers, table.arrays, merged.arrays, merged.size, partition, codes
                 )

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from w2v.system.files import apply_umask
+from w2v.system.files import apply_umask, refused
+from w2v.vectors import manifest
 from w2v.vectors.manifest import FILES, VectorsError
 
 UNKNOWN = "[UNK]"
@@ -85,13 +86,21 @@ def _write_static(words: Sequence[str], vectors_VD: np.ndarray, folder: Path) ->
 
 
 def open_index(folder: Path, vectors_VD: np.ndarray) -> Any:
-    """Return the index in a folder; None if there is none of these vectors."""
+    """Return the index in a folder; None if there is none of these vectors.
+
+    Raises `VectorsError` if it is damaged.
+    """
     try:
         usearch = import_module("usearch.index")
     except ImportError:
         return None
     file = folder / FILES["index"]
-    index = usearch.Index.restore(str(file), view=True) if file.is_file() else None
+    if not file.is_file():
+        return None
+    _, sums = manifest.read(folder)
+    manifest.check(folder, {file.name} & sums.keys(), sums)  # usearch may crash at damage
+    with refused(VectorsError, f"{file} cannot be read", "export it again, or remove it"):
+        index = usearch.Index.restore(str(file), view=True)
     if not index or len(index) != len(vectors_VD):
         return None
     rows = np.linspace(0, len(index) - 1, 8).astype(int)

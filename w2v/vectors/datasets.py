@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,9 +112,12 @@ def read_items(folder: Path) -> list[list[str]]:
 
 
 def _read_text(path: Path, what: str) -> str:
-    """Return the text of a file, unpacked if its name ends in .gz."""
-    with refused(EvaluationError, f"{what} {path} cannot be read", "name a UTF-8 text file"):
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        return content.decode("utf-8-sig")  # without the mark that Excel writes
+    """Return the text of a file, unpacked."""
+    from w2v.text.formats import packing_of, unpacked  # only here, as help would wait for it
+
+    problem = f"{what} {path} cannot be read"
+    with (
+        refused(EvaluationError, problem, "name a UTF-8 text file"),
+        unpacked(path, packing_of(path)) as file,
+    ):
+        return file.read().decode("utf-8-sig")  # without the mark that Excel writes

@@ -209,16 +209,15 @@ class Scorer:
         near_Q = torch.cat([self._ranks(*block.T) for block in row_Q2.split(QUESTIONS)])
         popular_Q = 1 + row_Q2[:, 1] - (row_Q2[:, 0] < row_Q2[:, 1]).long()  # without the query
         ranks = {"neighbors": near_Q, "popularity": popular_Q}
-        scored: dict[str, list[Section]] = {name: [] for name in datasets.ITEM_SCORES}
-        for of, rank_Q in ranks.items():
-            hit_Q = (rank_Q <= MOST_SHOWN).long()
-            for sections, value_Q in zip(scored.values(), (hit_Q, hit_Q / rank_Q), strict=True):
-                total = value_Q.sum().item()
-                sections.append(Section(of, total, len(known), len(pairs) - len(known)))
-        hit_Q = (near_Q <= MOST_SHOWN).long()
+        hits = {of: (rank_Q <= MOST_SHOWN).long() for of, rank_Q in ranks.items()}
+        reciprocals = {of: hits[of] / rank_Q for of, rank_Q in ranks.items()}
         found = {}
-        for (name, sections), value_Q in zip(scored.items(), (hit_Q, hit_Q / near_Q), strict=True):
-            answers = (f"{value:.4g}" for value in value_Q.tolist())
+        for name, values in zip(datasets.ITEM_SCORES, (hits, reciprocals), strict=True):
+            counts = len(known), len(pairs) - len(known)
+            sections = [
+                Section(of, value_Q.sum().item(), *counts) for of, value_Q in values.items()
+            ]
+            answers = (f"{value:.4g}" for value in values["neighbors"].tolist())
             found[name] = ItemScore(sections, _in_order(is_known, answers))
         return found
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from w2v.system.files import refused
-from w2v.text.formats import HEAD_BYTES, packing_of, unpacked
+from w2v.system.files import one_line, refused
+from w2v.text.formats import packing_of, unpacked
 from w2v.vectors import fasttext, manifest, runs
 from w2v.vectors.fasttext import Ngrams
 from w2v.vectors.manifest import VectorsError
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
+UTF16 = "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8"
 OTHERS = {  # first bytes of files that are known and hold no vectors, or none that are read here
     b"PK\x03\x04": "is a zip archive; unzip it first",
-    b"\xff\xfe": "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",
+    b"\xff\xfe": UTF16,
+    b"\xfe\xff": UTF16,
 }
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HEADER = re.compile(rb"[ \t]*(\d{1,18})[ \t]+(\d{1,18})[ \t]*\r?")  # words and dimensions
@@ -63,7 +65,7 @@ OPCODES = (  # of values, lists and dictionaries
     "TUPLE2 TUPLE3 GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD"
 )
 KEYS = (str, int, float, bytes)  # types of words
-AGAIN = "download or export it again"
+AGAIN = "download or export it again, as .kv, .bin or .txt"
 SAVE_WV = "save the .wv of a gensim model by .save_word2vec_format('vectors.bin', binary=True)"
 CODES = [getattr(pickle, name)[0] for name in OPCODES.split()]
 PythonUnpickler: Any = pickle._Unpickler  # the one in C makes dictionaries of any keys
@@ -145,12 +147,10 @@ def load_words(run: str | Path) -> Words:
         names.append(VOCAB)
     manifest.check(folder, names, sums)
     problem = f"{path} cannot be read as vectors"
-    with refused(VectorsError, problem, AGAIN), np.errstate(over="raise"):
+    with refused(VectorsError, problem, AGAIN), np.errstate(over="raise", invalid="ignore"):
         if is_run:
             return _read_run(folder)
-        with open(path, "rb") as file:
-            packing = packing_of(file.read(HEAD_BYTES))
-        with unpacked(path, packing) as file:
+        with unpacked(path, packing_of(path)) as file:
             return _read(path, file)
 
 
@@ -194,8 +194,7 @@ def _read(path: Path, file: io.BufferedIOBase) -> Words:
     # Else the numbers too many would be taken for parts of words with spaces.
     if numbers and min(numbers) > dim:
         raise ValueError(f"{says}, lines end in {min(numbers):,} numbers")
-    lines = itertools.chain(io.BytesIO(body), file)
-    return _fill(path, _text_rows(lines, dim, 2), dim, count, says)
+    return _fill(path, _text_rows(body, file, dim, 2), dim, count, says)
 
 
 def _read_glove(path: Path, head: bytes, file: io.BufferedIOBase) -> Words:
@@ -207,8 +206,8 @@ def _read_glove(path: Path, head: bytes, file: io.BufferedIOBase) -> Words:
     if not dim:
         problem = "is text, not vectors: its lines do not end in numbers"
         raise VectorsError(f"{path} {problem}; to train on it: w2v train {quote(str(path))}")
-    lines = itertools.chain(io.BytesIO(head), file)
-    return _fill(path, _text_rows(lines, dim, 1), dim, None, f"most lines end in {dim:,}")
+    rows = _text_rows(head, file, dim, 1)
+    return _fill(path, rows, dim, None, f"most lines end in {dim:,}")
 
 
 def _numbers_of_lines(text: bytes) -> list[int]:
@@ -233,12 +232,15 @@ def _numbers_at_end(line: bytes) -> int:
 Row = tuple[int, bytes, Any]  # the number of its line, the word, the numbers
 
 
-def _text_rows(lines: Iterator[bytes], dim: int, first_line: int) -> Iterator[Row]:
-    """Yield the rows of a text; words may hold spaces."""
+def _text_rows(head: bytes, file: io.BufferedIOBase, dim: int, first_line: int) -> Iterator[Row]:
+    """Yield the rows of a text, from its head on; words may hold spaces."""
+    lines = itertools.chain(io.BytesIO(head), iter(lambda: file.readline(LONGEST), b""))
     for number, line in enumerate(lines, first_line):
         word, *numbers = line.rsplit(None, dim) or [b""]
         if len(numbers) == dim - 1 and line[:1].isspace():
             word, numbers = b"", [word, *numbers]
+        if b"\r" in word:
+            raise ValueError(f"line {number:,} has a carriage return that ends no line")
         if line.strip():
             yield number, word, numbers
 
@@ -288,6 +290,8 @@ def _fill(path: Path, rows: Iterator[Row], dim: int, count: int | None, says: st
     if len(words) < (count or 1):
         raise ValueError(f"{says}, the file has {len(words):,}")
     vectors.resize((len(words), dim), refcheck=False)
+    if broken > len(words) // 2:
+        raise ValueError(f"{says}, but {broken:,} of {len(words):,} words are not UTF-8")
     if broken:
         log.warning(f"words that are not UTF-8 in {path}: {broken:,}; U+FFFD replaces the bytes")
     # Falling, as gensim does: its files are sorted by count.
@@ -374,10 +378,11 @@ def _checked(
 
 
 def _map_rows(path: Path) -> np.ndarray:
-    """Return the rows of an .npy file, copied where they are written."""
+    """Map rows of an .npy file: copied where written, or of other byte order."""
     if not path.is_file():  # a FIFO would block
         raise ValueError(f"there is no file {path.name}")
-    return np.lib.format.open_memmap(path, mode="c")
+    rows = np.lib.format.open_memmap(path, mode="c")
+    return rows.astype(rows.dtype.newbyteorder("="), copy=False)
 
 
 class Made:
@@ -431,8 +436,8 @@ class Decoder(PythonUnpickler):
         """Return a class whose instances are `Made`; import nothing."""
         called = f"{module} {name}"
         if called not in PICKLED:  # a whole model is a common mistake
-            code = f"{self.path}: it names {module}.{name}, which could run any code"
-            raise VectorsError(f"{code}; {SAVE_WV}")
+            code = f"it names {one_line(f'{module}.{name}')[:80]}, which could run any code"
+            raise VectorsError(f"{self.path}: {code}; {SAVE_WV}")
         return type(name, (Made,), {"name": called})
 
 

@@ -43,6 +43,7 @@ GROUPS = 8  # by k-means
 PERPLEXITY = 20.0
 TSNE_STEPS = 500  # half of the default: the divergence is 2 % greater
 NEIGHBOR_BYTES = 2**26  # of all vectors of a page, a byte for each number
+LARGEST = 1e15  # numbers of sound vectors
 SIDE = 1200  # of a map, in pixels
 MARGIN = 80
 
@@ -155,19 +156,25 @@ def _words(vectors: Path, with_map: bool) -> dict[str, Any]:
     """Return words, vectors as bytes, and places of frequent words."""
     kv = load.load_words(vectors)
     dim = kv.vectors.shape[1]
-    wide_ND = kv.vectors[: NEIGHBOR_BYTES // dim]
-    wide_ND = np.nan_to_num(wide_ND, posinf=0, neginf=0).astype(np.float32)
+    wide_ND = _sound(kv.vectors[: NEIGHBOR_BYTES // dim])
     largest_N1 = np.abs(wide_ND).max(axis=1, keepdims=True)
     bytes_ND = np.rint(wide_ND * (127 / np.maximum(largest_N1, 1e-30))).astype(np.int8)
     found = {"run": str(vectors), "dim": dim, "x": [], "y": [], "groups": []}
     words = "\n".join(word.replace("\n", " ") for word in kv.index_to_key)
-    found |= {"words": words, "bytes": b64encode(bytes_ND).decode()}
-    with contextlib.suppress(ReportError):  # of too few words
+    found |= {"words": words, "bytes": b64encode(bytes_ND.tobytes()).decode()}
+    with contextlib.suppress(ReportError):  # of too few or equal words
         if with_map:
             places_N2, group_N = project(wide_ND[:MAP_WORDS])
             places = [[float(f"{place:.4g}") for place in column] for column in places_N2.T]
             found |= {"x": places[0], "y": places[1], "groups": group_N.tolist()}
     return found
+
+
+def _sound(vectors_ND: np.ndarray) -> np.ndarray:
+    """Return float32 whose squares have sums: 0 for NaN and from LARGEST on."""
+    with np.errstate(over="ignore"):
+        vectors_ND = vectors_ND.astype(np.float32)
+    return np.where(np.abs(vectors_ND) < LARGEST, vectors_ND, 0)
 
 
 def word_map(kv: load.Words, file: Path, words: int) -> Path:
@@ -178,8 +185,7 @@ def word_map(kv: load.Words, file: Path, words: int) -> Path:
     """
     if file.suffix != ".svg":
         raise ReportError(f"{file} is not an SVG file; name one, such as map.svg")
-    vectors_ND = np.nan_to_num(kv.vectors[:MAP_WORDS], posinf=0, neginf=0)
-    places_N2, group_N = project(vectors_ND.astype(np.float32))
+    places_N2, group_N = project(_sound(kv.vectors[:MAP_WORDS]))
     shown_N2 = places_N2[:words] * [1, -1]  # SVG counts from the top, as no plot does
     shown_N2 = (shown_N2 - shown_N2.min(0)) / np.maximum(np.ptp(shown_N2, axis=0), 1e-30)
     taken: set[tuple[int, int]] = set()  # cells of 8 x 16 pixels that names have
@@ -213,6 +219,8 @@ def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     unit_ND = import_module("sklearn.preprocessing").normalize(vectors_ND - vectors_ND.mean(0))
     first_LD = unit_ND[:LANDMARKS]
     count = len(first_LD)
+    if not np.ptp(first_LD, axis=0).any():  # scikit-learn's t-SNE would crash
+        raise ReportError(f"a map of {count} equal vectors shows nothing; train them longer")
     tsne = import_module("sklearn.manifold").TSNE(
         perplexity=min(PERPLEXITY, (count - 1) / 3), max_iter=TSNE_STEPS, random_state=0
     )

@@ -237,6 +237,7 @@ class StepShape(NamedTuple):
     device: torch.device
     count_pairs: bool = False  # whether to count the pairs of each row, for a cap on occurrences
     world_size: int = 1
+    outputs_end: int = 1 << 62  # rows of this rank from here on are subwords: input vectors
 
     @property
     def rows(self) -> int:

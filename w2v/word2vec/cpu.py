@@ -323,7 +323,8 @@ class CpuKernels(Kernels):
             summed = grads._replace(rows=merged)
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        listing, arguments = grads.rows.listing, step_arguments(update, view, grads.rows)
+        listing = grads.rows.listing
+        arguments = step_arguments(update, view, grads.rows, self.shape)
 
         def step_owned(owner: int) -> int:
             return cpu_loops.step_owned(owner, (2 * owner, 2 * owner + 2), listing, arguments)
@@ -369,7 +370,9 @@ def note_faults(state: StepState, faults: Sequence[int]) -> None:
         note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
 
 
-def step_arguments(update: Update, view: View, grads: ThreadGrads) -> tuple[Any, ...]:
+def step_arguments(
+    update: Update, view: View, grads: ThreadGrads, shape: StepShape
+) -> tuple[Any, ...]:
     """Count a step; return the last arguments of `cpu_loops.step_rows`."""
     optimizer, table, lr = update
     step, step_column = optimizer.count_step(table)
@@ -380,5 +383,6 @@ def step_arguments(update: Update, view: View, grads: ThreadGrads) -> tuple[Any,
     widths = padded(records_SR.shape[1]), padded(grads.dim)
     threads = len(grads.of_thread)
     spare = (torch.empty(threads, width, dtype=torch.float32).numpy() for width in widths)
-    given = grads.gradients(count_pairs=cap > 0), (*spare, grads.dim)
-    return *given, formula, optimizer.state_count, records_SR, step_column, constants, cap
+    given = grads.gradients(count_pairs=cap > 0), (*spare, grads.dim), formula
+    row = optimizer.state_count, records_SR, step_column, constants, cap, shape.outputs_end
+    return *given, *row

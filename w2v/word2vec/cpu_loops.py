@@ -693,13 +693,15 @@ def step_owned(owner, parts, listing, arguments):
 
 
 @compiled
-def step_rows(owner, rows, grads, spare, formula, states, records_AR, step_column, constants, cap):
+def step_rows(
+    owner, rows, grads, spare, formula, states, records_AR, step_column, constants, cap, outputs_end
+):
     """Step unique rows of an owner with the sums of their gradients.
 
     The formulas are those of optim.cu, which says what a single state of Adam is. The gradient is
     scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that would not
     stay finite is left as it was; returns 1 if there was an input vector, plus 2 if there was an
-    output vector.
+    output vector: those are the odd rows below `outputs_end`.
 
     rows: the unique rows and where their gradients are, see `list_places`; grads: the gradients,
     and their pairs, empty if cap is 0. spare: of each owner a record and a gradient, and its size.
@@ -733,7 +735,7 @@ def step_rows(owner, rows, grads, spare, formula, states, records_AR, step_colum
         for r in range(width):
             zeros += record_R[r] * zero
         if zeros != 0:
-            faults |= 1 << (row & 1)
+            faults |= 1 << (row & 1 & (row < outputs_end))
             for r in range(width):
                 record_R[r] = before_R[r]
     return faults

@@ -252,6 +252,7 @@ class CudaKernels(Kernels):
                 stepped=state.rows_updated,
                 fault=state.fault,
                 bit=INPUT_FAULT,
+                outputs_end=self.shape.outputs_end,
                 done=self._done,
             )
 

@@ -104,7 +104,7 @@ class CpuSubwordKernels(SubwordKernels):
             summed = grads._replace(rows=self._spread_all(rows))
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        threads, arguments = self.inner.threads, step_arguments(update, view, rows)
+        threads, arguments = self.inner.threads, step_arguments(update, view, rows, self.shape)
         bags, lists, counts_A, place_V = self._memory
 
         def step_output_rows(owner: int) -> int:

@@ -55,6 +55,11 @@ COMMANDS = {  # what the commands call
 }
 
 
+def __dir__() -> list[str]:
+    """Return the public names, which editors complete."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, as its module loads torch."""
     if module := (PUBLIC | COMMANDS).get(name):

@@ -31,7 +31,7 @@ def test_arguments_have_gensims_order_and_defaults():
     assert differ == {"alpha", "min_alpha", "workers"}
 
 
-def test_unseen_forms_are_near_their_stem(model):
+def test_unseen_forms_are_near_their_stem_and_words_may_be_numbers(model):
     assert type(model.wv) is FastTextKeyedVectors
     assert "kaufendes" not in model.wv.key_to_index
     nearest = {word for word, _ in model.wv.most_similar("kaufendes", topn=3)}
@@ -39,6 +39,9 @@ def test_unseen_forms_are_near_their_stem(model):
     before = model.wv.vectors.copy()
     model.wv.adjust_vectors()
     np.testing.assert_allclose(before, model.wv.vectors, rtol=1e-5, atol=1e-7)
+    numbers, names = (FastText([kinds] * 9, **SMALL) for kinds in ([1, 2, 3], ["1", "2", "3"]))
+    assert numbers.wv.index_to_key == [3, 2, 1]
+    assert np.array_equal(numbers.wv.vectors, names.wv.vectors)
 
 
 def test_only_buckets_of_the_vocabulary_are_trained(model):

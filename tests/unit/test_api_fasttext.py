@@ -110,13 +110,20 @@ def test_models_of_gensim_train_on(tmp_path):
     assert not np.array_equal(ours.wv.vectors, before)
 
 
-def test_locks_of_gensim_are_refused(model):
+def test_locks_of_gensim_and_arguments_out_of_range_are_refused(model):
     model.wv.vectors_vocab_lockf = np.zeros(1, np.float32)
     try:
         with pytest.raises(ConfigError, match="vectors_vocab_lockf"):
             model.train(TEXT, total_examples=len(TEXT), epochs=1)
     finally:
         model.wv.vectors_vocab_lockf = np.ones(1, np.float32)
+    assert FastText(**SMALL | {"min_n": "4", "bucket": 1e2}).wv.min_n == 4
+    for name, value in (("bucket", -1), ("min_n", -1), ("max_n", 300), ("bucket", 2**31)):
+        with pytest.raises(ConfigError, match=f"^{name}={value} is out of range"):
+            FastText(**SMALL | {name: value})
+    for name, value in (("bucket", "many"), ("max_n", None)):
+        with pytest.raises(ConfigError, match=f"^{name}={value!r} is not such a number"):
+            FastText(**SMALL | {name: value})
 
 
 @pytest.mark.gpu

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from gensim.models import fasttext
 
-from w2v.api.word2vec import Part, Word2Vec
-from w2v.config import ConfigError
+from w2v.api.word2vec import Part, Word2Vec, _number
+from w2v.config import ConfigError, require
 from w2v.word2vec.step import TrainingStep
 
 
@@ -74,7 +74,11 @@ class FastText(Word2Vec, fasttext.FastText):
         device: Literal["auto", "cpu", "cuda"] = "auto",
         settings: Sequence[str] = (),
     ):
-        self._begin(dict(locals()))
+        given = dict(locals())
+        for name in ("min_n", "max_n", "bucket"):
+            given[name] = _number(int, name, given[name])
+            require(given[name] >= 0, name, given[name], "at least 0")
+        self._begin(given)
 
     def init_weights(self):
         """Reset all vectors as gensim does for a new vocabulary."""

@@ -57,7 +57,8 @@ ARGUMENTS = {  # by key of the config, for messages: the argument that sets it
     "optimizer.name": "optimizer",
     "optimizer.args": "optimizer_args",
     "model.hs=true": "hs=1",
-    **{f"model.{name}": name for name in MODEL},
+    **{f"model.{name}": name for name in [*MODEL, "min_n", "max_n"]},
+    "model.buckets": "bucket",
     **{f"train.{name}": name for name in ("batch_size", "device", "epochs", "seed")},
     "model.architecture=cbow": "sg=0",
 }

@@ -157,5 +157,5 @@ def test_public_names_are_there_and_import_little():
     assert not {"torch", "numpy", "gensim", "yaml"} & set(json.loads(done.stdout))
     assert dir(w2v) == sorted(w2v.__all__)
     assert all(hasattr(w2v, name) for name in w2v.__all__)
-    for name in w2v.COMMANDS:
-        assert "Raises:" in inspect.getdoc(getattr(w2v, name))
+    for called in (w2v.Vectors, w2v.compare, w2v.load, w2v.train):
+        assert "Raises:" in inspect.getdoc(called)

@@ -31,7 +31,8 @@ def list_runs(options: argparse.Namespace) -> None:
         path = Path(name)
         if name == "latest":
             path = runs.find(name, "config.yaml")
-        for parents in ("", f"{runs.VISIBLE}/", f"{runs.VISIBLE}/{runs.VISIBLE}/"):  # comparisons
+        # Runs of a comparison are one level deeper.
+        for parents in ("", f"{runs.VISIBLE}/", f"{runs.VISIBLE}/{runs.VISIBLE}/"):
             folders += [file.parent for file in path.glob(f"{parents}config.yaml")]
     if not folders:
         places = " ".join(options.runs) or PARENT

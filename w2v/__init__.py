@@ -34,29 +34,27 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-PUBLIC = {
-    "FastText": "w2v.api.fasttext",
-    "Word2Vec": "w2v.api.word2vec",
-    "PagedEmbedding": "w2v.rows.embedding",
-    "PagedEmbeddingBag": "w2v.rows.embedding",
-    "PagedOptimizer": "w2v.rows.optimizer",
-    "RowStore": "w2v.rows.store",
-    "RowwiseAdagrad": "w2v.rows.optim",
-    "RowwiseAdam": "w2v.rows.optim",
-    "optimizer": "w2v.rows.optimizer",
-    "page": "w2v.rows.embedding",
-    "unpage": "w2v.rows.embedding",
+MODULES = {  # of the public names
+    "w2v.api.compare": "compare",
+    "w2v.api.fasttext": "FastText",
+    "w2v.api.train": "train",
+    "w2v.api.vectors": "Vectors load",
+    "w2v.api.word2vec": "Word2Vec",
+    "w2v.rows.embedding": "PagedEmbedding PagedEmbeddingBag page unpage",
+    "w2v.rows.optim": "RowwiseAdagrad RowwiseAdam",
+    "w2v.rows.optimizer": "PagedOptimizer optimizer",
+    "w2v.rows.store": "RowStore",
 }
-COMMANDS = {  # what the commands call
-    "Vectors": "w2v.api.vectors",
-    "compare": "w2v.api.compare",
-    "load": "w2v.api.vectors",
-    "train": "w2v.api.train",
-}
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which editors complete."""
+    return __all__
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, as its module loads torch."""
-    if module := (PUBLIC | COMMANDS).get(name):
-        return getattr(importlib.import_module(module), name)
+    for module, names in MODULES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -115,6 +115,7 @@ def test_blocks_of_the_guide_run(tmp_path, monkeypatch, capsys):
         exec(compile(block, "library.md", "exec"), {})
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_the_script_from_speedtorch_runs():
     page = (DOCS / "moving.md").read_text(encoding="utf-8")
     _, section = page.split("## From SpeedTorch")

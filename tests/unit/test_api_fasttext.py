@@ -31,7 +31,7 @@ def test_arguments_have_gensims_order_and_defaults():
     assert differ == {"alpha", "min_alpha", "workers"}
 
 
-def test_unseen_forms_are_near_their_stem(model):
+def test_unseen_forms_are_near_their_stem_and_words_may_be_numbers(model):
     assert type(model.wv) is FastTextKeyedVectors
     assert "kaufendes" not in model.wv.key_to_index
     nearest = {word for word, _ in model.wv.most_similar("kaufendes", topn=3)}
@@ -39,6 +39,9 @@ def test_unseen_forms_are_near_their_stem(model):
     before = model.wv.vectors.copy()
     model.wv.adjust_vectors()
     np.testing.assert_allclose(before, model.wv.vectors, rtol=1e-5, atol=1e-7)
+    numbers, names = (FastText([kinds] * 9, **SMALL) for kinds in ([1, 2, 3], ["1", "2", "3"]))
+    assert numbers.wv.index_to_key == [3, 2, 1]
+    assert np.array_equal(numbers.wv.vectors, names.wv.vectors)
 
 
 def test_only_buckets_of_the_vocabulary_are_trained(model):
@@ -107,13 +110,20 @@ def test_models_of_gensim_train_on(tmp_path):
     assert not np.array_equal(ours.wv.vectors, before)
 
 
-def test_locks_of_gensim_are_refused(model):
+def test_locks_of_gensim_and_arguments_out_of_range_are_refused(model):
     model.wv.vectors_vocab_lockf = np.zeros(1, np.float32)
     try:
         with pytest.raises(ConfigError, match="vectors_vocab_lockf"):
             model.train(TEXT, total_examples=len(TEXT), epochs=1)
     finally:
         model.wv.vectors_vocab_lockf = np.ones(1, np.float32)
+    assert FastText(**SMALL | {"min_n": "4", "bucket": 1e2}).wv.min_n == 4
+    for name, value in (("bucket", -1), ("min_n", -1), ("max_n", 300), ("bucket", 2**31)):
+        with pytest.raises(ConfigError, match=f"^{name}={value} is out of range"):
+            FastText(**SMALL | {name: value})
+    for name, value in (("bucket", "many"), ("max_n", None)):
+        with pytest.raises(ConfigError, match=f"^{name}={value!r} is not such a number"):
+            FastText(**SMALL | {name: value})
 
 
 @pytest.mark.gpu

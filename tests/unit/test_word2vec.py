@@ -323,6 +323,8 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"vector_size": 0}, "^vector_size=0 is out of range"),
         ({"window": "wide"}, "^window='wide' is not such a number as gensim takes"),
         ({"sample": -1}, "^sample=-1.0 is out of range"),
+        ({"workers": -1}, "^workers=-1 is out of range; it must be at least 1"),
+        ({"workers": 0}, "^workers=0 is out of range"),
         ({"seed": 1.5}, "^seed=1.5 is not such a number as gensim takes"),
         ({"batch_size": -1}, "^batch_size=-1 is out of range; it must be at least 1"),
         ({"alpha": -1.0}, "^alpha=-1.0 is out of range"),
@@ -679,11 +681,14 @@ def test_vectors_that_cannot_be_written_are_refused_before_training(model, tmp_p
     assert "on_epoch_end" not in log.calls
 
 
-def test_arguments_of_prepare_vocab_have_gensims_order():
-    signatures = [
-        inspect.signature(kind.prepare_vocab) for kind in (Word2Vec, gensim.models.Word2Vec)
-    ]
-    assert signatures[0] == signatures[1]
+def test_a_dry_run_of_prepare_vocab_counts_as_gensim_and_keeps_the_vectors(reloaded):
+    theirs, red_D = gensim.models.Word2Vec(**GENSIMS), reloaded.wv["red"].copy()
+    for model in (theirs, reloaded):
+        model.scan_vocab(sentences(9))
+    for args, named in (([False, True, None, 9, None, True], {}), ([], {"dry_run": True})):
+        found = [model.prepare_vocab(*args, **named) for model in (theirs, reloaded)]
+        assert found[0] == found[1]
+        assert np.array_equal(reloaded.wv["red"], red_D)
 
 
 @pytest.mark.parametrize("hs", [0, 1])

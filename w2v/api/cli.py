@@ -106,8 +106,7 @@ TO = {
     "export": ("FOLDER", "output folder (default: that of the vectors)"),
     "map": ("FILE", "SVG file, or a folder (default: in the run folder)"),
     "report": ("FILE", "output file, or a folder (default: in the run folder)"),
-    "compare": ("FOLDER", "output folder (default: in run.dir)"),
-    "sweep": ("FOLDER", "output folder (default: in run.dir)"),
+    **dict.fromkeys(("compare", "sweep"), ("FOLDER", "output folder (default: in run.dir)")),
 }
 
 
@@ -176,11 +175,8 @@ def make_parser(name: str) -> Parser:
         pairs = "score these files of word pairs too, beside WordSim-353 and SimLex-999"
         add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
     if name == "completion":
-        add(
-            "shell",
-            choices=("bash", "zsh", "fish"),
-            help="to use it: source <(w2v completion bash)",
-        )
+        shown = "to use it: source <(w2v completion bash)"
+        add("shell", choices=("bash", "zsh", "fish"), help=shown)
     return parser
 
 

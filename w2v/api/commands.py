@@ -18,9 +18,8 @@ from w2v.vectors.query import SIGNS, composed
 
 def score(options: Namespace) -> None:
     """Print the scores on analogies and word similarity, as a table or JSON."""
-    further = Further(options.questions, options.pairs)
-    further.check()
-    scores = load(options.run).score(further.questions, further.pairs, options.restrict_vocab)
+    Further(options.questions, options.pairs).check()  # before vectors are read
+    scores = load(options.run).score(options.questions, options.pairs, options.restrict_vocab)
     if options.json:
         from w2v.vectors import evaluate  # only now, as it imports torch
 

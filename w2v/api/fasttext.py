@@ -6,7 +6,6 @@ model.wv["unseen"]  # gensim's FastTextKeyedVectors
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,11 +13,9 @@ import numpy as np
 import torch
 from gensim.models import fasttext
 
-from w2v.api.word2vec import Part, Word2Vec
-from w2v.config import ConfigError
+from w2v.api.word2vec import Part, Word2Vec, _number
+from w2v.config import ConfigError, require
 from w2v.word2vec.step import TrainingStep
-
-GENSIM_ARGUMENTS = [*inspect.signature(fasttext.FastText).parameters]
 
 
 class FastText(Word2Vec, fasttext.FastText):
@@ -77,7 +74,11 @@ class FastText(Word2Vec, fasttext.FastText):
         device: Literal["auto", "cpu", "cuda"] = "auto",
         settings: Sequence[str] = (),
     ):
-        self._begin(dict(locals()), GENSIM_ARGUMENTS)
+        given = dict(locals())
+        for name in ("min_n", "max_n", "bucket"):
+            given[name] = _number(int, name, given[name])
+            require(given[name] >= 0, name, given[name], "at least 0")
+        self._begin(given)
 
     def init_weights(self):
         """Reset all vectors as gensim does for a new vocabulary."""

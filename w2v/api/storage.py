@@ -32,9 +32,8 @@ def list_runs(options: argparse.Namespace) -> None:
         if name == "latest":
             path = runs.find(name, "config.yaml")
         # Runs of a comparison are one level deeper.
-        folders += [file.parent for file in path.glob("config.yaml")]
-        for pattern in ("config.yaml", f"{runs.VISIBLE}/config.yaml"):
-            folders += [file.parent for file in path.glob(f"{runs.VISIBLE}/{pattern}")]
+        for parents in ("", f"{runs.VISIBLE}/", f"{runs.VISIBLE}/{runs.VISIBLE}/"):
+            folders += [file.parent for file in path.glob(f"{parents}config.yaml")]
     if not folders:
         places = " ".join(options.runs) or PARENT
         raise runs.RunError(f"no run is in {places}; name a folder of runs, or train first")

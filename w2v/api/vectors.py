@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from w2v.config import require
 from w2v.system.files import naming_file
 from w2v.vectors import convert, export, query, report
 from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError, Further, read_items
@@ -62,6 +63,9 @@ class Vectors(Words):
     def __len__(self) -> int:
         return len(self.words)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.words)
+
     def __contains__(self, word: str) -> bool:
         return word in self.key_to_index
 
@@ -106,8 +110,8 @@ class Vectors(Words):
 
     def score(
         self,
-        questions: Sequence[str | Path] = (),
-        pairs: Sequence[str | Path] = (),
+        questions: str | Path | Sequence[str | Path] = (),
+        pairs: str | Path | Sequence[str | Path] = (),
         restrict_vocab: int | None = RESTRICT_VOCAB,
     ) -> Scores:
         """Score analogies, word pairs, files of both, and held-out items.
@@ -117,6 +121,10 @@ class Vectors(Words):
         """
         from w2v.vectors import evaluate  # only now, as it imports torch
 
+        if isinstance(questions, (str, Path)):
+            questions = [questions]
+        if isinstance(pairs, (str, Path)):
+            pairs = [pairs]
         Further(questions, pairs).check()
         items = read_items(self.folder)
         return evaluate.scores(self.words, self.vectors, questions, pairs, restrict_vocab, items)
@@ -127,6 +135,7 @@ class Vectors(Words):
         That is `to`, or map.svg in the folder `to` or in that of the vectors. Raises `ReportError`
         if there are fewer than four words.
         """
+        require(words > 0, "words", words, "at least 1")
         return report.word_map(self, picture_path([self.folder], "map.svg", to), words)
 
     def report(self, to: str | Path | None = None) -> Path:

@@ -57,7 +57,8 @@ ARGUMENTS = {  # by key of the config, for messages: the argument that sets it
     "optimizer.name": "optimizer",
     "optimizer.args": "optimizer_args",
     "model.hs=true": "hs=1",
-    **{f"model.{name}": name for name in MODEL},
+    **{f"model.{name}": name for name in [*MODEL, "min_n", "max_n"]},
+    "model.buckets": "bucket",
     **{f"train.{name}": name for name in ("batch_size", "device", "epochs", "seed")},
     "model.architecture=cbow": "sg=0",
 }
@@ -68,7 +69,6 @@ SENTENCES = (  # what to give in place of texts and tables
 RESIDENT = 'add "transfer.engine=resident" to settings'  # else the GPU keeps rows of its own
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 WHOLE = "max_final_vocab max_vocab_size min_count null_word sorted_vocab workers".split()
-GENSIM_ARGUMENTS = [*inspect.signature(word2vec.Word2Vec).parameters]
 
 
 class Word2Vec(word2vec.Word2Vec):
@@ -100,6 +100,8 @@ class Word2Vec(word2vec.Word2Vec):
     loss_per_pair = math.nan  # mean over the positive pairs of the last epoch
     GENSIMS: type = word2vec.Word2Vec  # the class that this one replaces
     steps_at_centers = True  # whether plain SGD on a CPU makes a step at each center
+    # State by optimizer and `Part`: row states [V, n] and scalars [].
+    _states: dict[tuple[str, str], dict[str, np.ndarray]]
     _median = 0.0  # `median_count` of the text that the vocabulary was chosen from, if known
 
     def __init__(
@@ -138,16 +140,14 @@ class Word2Vec(word2vec.Word2Vec):
         device: Literal["auto", "cpu", "cuda"] = "auto",
         settings: Sequence[str] = (),
     ):
-        self._begin(dict(locals()), GENSIM_ARGUMENTS)
+        self._begin(dict(locals()))
 
-    def _begin(self, given: dict[str, Any], arguments: Sequence[str]) -> None:
-        """Check all arguments by name, and give gensim's constructor those listed."""
-        optimizer, alpha = given["optimizer"], given["alpha"]
-        if optimizer is None:
-            optimizer = Config().optimizer.name
-            if alpha is not None:
-                optimizer = "SGD"
-        self.optimizer = optimizer_name(optimizer)
+    def _begin(self, given: dict[str, Any]) -> None:
+        """Check all arguments by name, and give gensim's constructor its own."""
+        alpha = given["alpha"]
+        if given["optimizer"] is None:
+            given["optimizer"] = Config().optimizer.name if alpha is None else "SGD"
+        self.optimizer = optimizer_name(given["optimizer"])
         self.optimizer_args = given["optimizer_args"]
         self.batch_size = given["batch_size"]
         self.device = given["device"]
@@ -155,8 +155,6 @@ class Word2Vec(word2vec.Word2Vec):
         if isinstance(settings, str):
             settings = [settings]
         self.settings = list(settings)
-        # State by optimizer and `Part`: row states [V, n] and scalars [].
-        self._states: dict[tuple[str, str], dict[str, np.ndarray]] = {}
         config = self._config(given, given["epochs"], given["seed"], alpha, given["min_alpha"])
         with _naming_arguments():
             RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
@@ -166,15 +164,18 @@ class Word2Vec(word2vec.Word2Vec):
             self._default_alpha = auto.RATES[self.optimizer]
         given["alpha"] = self._default_alpha or config.optimizer.lr
         given["min_alpha"] = config.optimizer.min_lr
-        given["workers"] = given["workers"] or torch.get_num_threads()
+        if given["workers"] is None:
+            given["workers"] = torch.get_num_threads()
         given.update({name: getattr(config.model, name) for name in MODEL if name != "sample"})
         for name in WHOLE:
             if given[name] is not None or name == "min_count":
                 given[name] = _number(int, name, given[name])
+        require(given["workers"] > 0, "workers", given["workers"], "at least 1, or left out")
         given["sg"] = _number(bool, "sg", given["sg"])
         if isinstance(given["sample"], str):
             given["sample"] = _number(float, "sample", given["sample"])
         # gensim's constructor calls `train` where it is given a text, so it comes last.
+        arguments = inspect.signature(self.GENSIMS).parameters
         super().__init__(**{name: given[name] for name in arguments})
 
     @classmethod
@@ -182,10 +183,8 @@ class Word2Vec(word2vec.Word2Vec):
         """Load a model that this class or gensim's own has saved.
 
         A saved model is a full pickle, which may run any code: load files that you trust. Vectors
-        of others are safer as .kv files, which `w2v.vectors.load` reads without running anything.
-
-        gensim's own trains on as in gensim: with SGD, at its alpha. Models of derived classes
-        keep their class, as in gensim.
+        of others are safer as .kv files, which `w2v.load` reads without running any. Models of
+        gensim's class train on with SGD, at their alpha; those of derived classes keep their class.
         """
         model = super().load(*args, **named)
         if type(model) is cls.GENSIMS:
@@ -231,23 +230,17 @@ class Word2Vec(word2vec.Word2Vec):
             raise TypeError(f"{once}, and they are read twice; give a list: list(sentences)")
         super()._check_corpus_sanity(corpus_iterable, corpus_file, passes)
 
-    def prepare_vocab(
-        self,
-        update=False,
-        keep_raw_vocab=False,
-        trim_rule=None,
-        min_count=None,
-        sample=None,
-        dry_run=False,
-    ):
+    def prepare_vocab(self, *args, **named):
         """Choose the words as gensim does; they may be more than before."""
+        given = inspect.signature(super().prepare_vocab).bind(*args, **named).arguments
+        update = given.get("update")
         counted = self.wv.expandos.get("count", np.zeros(0, np.int64)).dtype
         if update and (counted.kind == "f" or float in map(type, self.raw_vocab.values())):
             raise ConfigError("update=True adds whole counts; build a new vocabulary of shares")
-        if not (update or dry_run):
+        if not (update or given.get("dry_run")):
             self.wv.vectors = self.wv.vectors[:0]  # gensim would order them as the new words
             self._median = median_count(np.fromiter(self.raw_vocab.values(), float))
-        return super().prepare_vocab(update, keep_raw_vocab, trim_rule, min_count, sample, dry_run)
+        return super().prepare_vocab(*args, **named)
 
     def init_weights(self):
         """Reset the vectors as gensim does, and the optimizer's state with them."""
@@ -348,8 +341,9 @@ class Word2Vec(word2vec.Word2Vec):
             else:
                 sample_ints = self.wv.expandos["sample_int"][:size]
                 median = 0.0 if counts.dtype.kind == "f" else self._median
+                names = list(map(str, words))  # gensim's may be numbers
                 vocab = GensimsVocab(
-                    words, counts, raw_words, len(words), sample_ints, median=median
+                    names, counts, raw_words, len(words), sample_ints, median=median
                 )
                 trained = self._train_on(config, vocab, corpus, callbacks, log_epoch)
         finally:
@@ -384,9 +378,8 @@ class Word2Vec(word2vec.Word2Vec):
             lr = 0.0  # auto
             if alpha is not None:
                 lr = _number(float, "alpha", alpha)
-                require(lr != 0, "alpha", alpha, "above 0")
-                if lr > 0:
-                    lr = max(lr, min_lr)  # gensim never goes below min_alpha
+                require(lr > 0, "alpha", alpha, "above 0")
+                lr = max(lr, min_lr)  # gensim never goes below min_alpha
             optimizer = config.optimizer
             if self.optimizer_args is not None:
                 optimizer = replace(optimizer, args=self.optimizer_args)

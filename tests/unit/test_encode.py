@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import logging
 import subprocess
 import sys
@@ -119,38 +120,43 @@ def test_a_text_of_many_blocks(tmp_path, monkeypatch, pack):
         assert ids == plain_text.encode(sentences, vocab)
 
 
-def blocks_of(files):
-    """Return the text of each block, as threads read them."""
-    formats = [recognize(file, CorpusConfig()) for file in files]
-    reader = encode._Reader(zip(files, formats, strict=True), CorpusConfig())
-    buffer = np.empty(encode.BUFFER_BYTES, np.uint8)
-    found = []
-    done = 0
-    while block := reader.read(buffer):
-        assert block.first == done
-        done += block.size
-        found.append(str(buffer[: block.size].data, "utf-8"))
-    return found
-
-
-def test_files_are_read_one_after_the_other(tmp_path, monkeypatch):
+def test_each_thread_reads_a_part_of_plain_files(tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "BLOCK_BYTES", 50)
     contents = "ein Wort\n" * 40, "", "ohne\u3000Leerzeichen" * 20, "zwei\tWörter " * 30
     files = [tmp_path / f"text{number}" for number in range(len(contents))]
     for file, content in zip(files, contents, strict=True):
         file.write_text(content, encoding="utf-8")
-    found = blocks_of(files)
-    assert "".join(found) == "\n".join([*contents, ""])
-    assert all(block[-1].isspace() for block in found)  # words are whole
-    assert len(found) > 10
+    how = CorpusConfig()
+    pieces = [encode.Piece(file, recognize(file, how)) for file in files]
+    buffer = np.empty(encode.BUFFER_BYTES, np.uint8)
+    parts = []
+    done = 0
+    for reader in encode._split(pieces, how, 4):
+        parts.append("")
+        while block := reader.read(buffer):
+            assert block.first == done
+            done += block.size
+            parts[-1] += str(buffer[: block.size].data, "utf-8")
+    assert "".join(parts) == "\n".join([*contents, ""])
+    assert all(part[-1].isspace() for part in parts)  # words are whole
+    # About equal, though the third file has no space to be split at.
+    assert len(parts) == 4 and max(map(len, parts)) < done / 2
 
 
 @pytest.mark.parametrize("content", ["a b cd\n\n ef", "\ufeffa b ", "\ufeff"])
-def test_a_file_is_read_in_blocks_of_any_size(tmp_path, monkeypatch, content):
-    (tmp_path / "text").write_text(content, encoding="utf-8")
-    for size in (1, 2, 3, 5, 100):
-        monkeypatch.setattr(encode, "BLOCK_BYTES", size)
-        assert "".join(blocks_of([tmp_path / "text"])) == content.removeprefix("\ufeff") + "\n"
+def test_a_file_is_read_in_pieces_of_any_size(tmp_path, content):
+    file = tmp_path / "text"
+    file.write_text(content, encoding="utf-8")
+    how = CorpusConfig()
+    data = file.read_bytes()
+    cuts = [0, *(place + 1 for place in range(len(data) - 1) if chr(data[place]).isspace()), None]
+    pieces = [encode.Piece(file, recognize(file, how), *ends) for ends in itertools.pairwise(cuts)]
+    reader = encode._Reader(pieces, how)
+    buffer = np.empty(encode.BUFFER_BYTES, np.uint8)
+    read = ""
+    while block := reader.read(buffer):
+        read += str(buffer[: block.size].data, "utf-8")
+    assert read == content.removeprefix("\ufeff") + "\n"
 
 
 def test_bytes_that_are_not_utf8_are_counted_and_located(tmp_path, monkeypatch, caplog):

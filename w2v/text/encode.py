@@ -1,10 +1,11 @@
 """Encode text as word ids, on all cores.
 
-Threads read blocks of the text in turn. Each numbers the words of its blocks in a table of its own;
-the numbers go to a temporary file. Tables are merged when they are large, and at the end, which
-gives each word a code. Then frequent pairs of words may be joined (see `phrases`), the vocabulary
-is selected, and threads replace numbers by ids: a number in a thread's table leads to a code, and
-that to the word's row in the vocabulary, its id.
+Each thread reads a part of the text, block by block, as neighboring blocks share rare words. A text
+that is not plain has one part, whose blocks threads read in turn. Each numbers the words of its
+blocks in a table of its own; the numbers go to a temporary file. Tables are merged when they are
+large, and at the end, which gives each word a code. Then frequent pairs of words may be joined (see
+`phrases`), the vocabulary is selected, and threads replace numbers by ids: a number in a thread's
+table leads to a code, and that to the word's row in the vocabulary, its id.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each
@@ -17,12 +18,13 @@ import codecs
 import contextlib
 import itertools
 import logging
+import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from io import BufferedIOBase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,6 +155,15 @@ class NumberedBlock(NamedTuple):
         return self.table.codes[self.numbers()]
 
 
+class Piece(NamedTuple):
+    """What one thread at a time reads of a file: all, or some of its bytes."""
+
+    path: Path
+    found: Format
+    start: int = 0
+    end: int | None = None  # after a space; None: the end of the file
+
+
 class TextBlock(NamedTuple):
     """A block of text in the buffer of a thread."""
 
@@ -166,10 +177,12 @@ def _number_words(
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
     formats = [recognize(path, settings) for path in files]
-    reader = _Reader(zip(files, formats, strict=True), settings)
+    pieces = [Piece(path, found) for path, found in zip(files, formats, strict=True)]
+    readers = [_Reader(pieces, settings)]
     size = 0
     if all(found.is_plain for found in formats) and not splitter(settings):
         size = sum(path.stat().st_size for path in files)
+        readers = _split(pieces, settings, workers)
     coded_texts = [CodedText(folder) for _ in range(workers)]
     numbered: dict[int, NumberedBlock] = {}  # by `TextBlock.first`
     stopped = threading.Event()
@@ -179,17 +192,19 @@ def _number_words(
         buffer = np.empty(BUFFER_BYTES, np.uint8)
         numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
         try:
-            table = ThreadTable()
-            while not stopped.is_set() and (block := reader.read(buffer)):
-                # Merged when large, which bounds memory and keeps the table in caches.
-                if table.words.size > TABLE_WORDS:
-                    table.merge(merged)
-                    table = ThreadTable()
-                progress(block.size)
-                words, broken = _number_block(buffer, block, settings, table, numbers)
-                place = coded.append(words)
-                numbered[block.first] = NumberedBlock(coded, place, table, block.path, broken)
-            table.merge(merged)
+            # Its own part first, then what is left of the others'.
+            for reader in readers[worker:] + readers[:worker]:
+                table = ThreadTable()
+                while not stopped.is_set() and (block := reader.read(buffer)):
+                    # Merged when large, which bounds memory and keeps the table in caches.
+                    if table.words.size > TABLE_WORDS:
+                        table.merge(merged)
+                        table = ThreadTable()
+                    progress(block.size)
+                    words, broken = _number_block(buffer, block, settings, table, numbers)
+                    place = coded.append(words)
+                    numbered[block.first] = NumberedBlock(coded, place, table, block.path, broken)
+                table.merge(merged)
         finally:
             stopped.set()  # no block is left, or the text is refused
 
@@ -239,12 +254,49 @@ def _number_block(
     return numbers, broken
 
 
-class _Reader:
-    """Blocks of text, read in order by one thread at a time."""
+def _split(pieces: Sequence[Piece], settings: CorpusConfig, workers: int) -> list[_Reader]:
+    """Return readers of about equal parts of plain text, one for each thread."""
+    sizes = [piece.path.stat().st_size for piece in pieces]
+    share = max(BLOCK_BYTES, -(-sum(sizes) // workers))
+    readers = []
+    part: list[Piece] = []
+    room = share
+    first = 0  # of the part, as of a block
+    done = 0  # bytes of the text, with line ends
+    for (path, found, start, _), size in zip(pieces, sizes, strict=True):
+        while room < size - start and (end := _after_space(path, start + room)) < size:
+            readers.append(_Reader([*part, Piece(path, found, start, end)], settings, first))
+            done += end - start
+            first = done
+            start = end
+            part = []
+            room = share
+        part.append(Piece(path, found, start))
+        done += size - start + 1
+        room = max(0, room - (size - start))
+    return [*readers, _Reader(part, settings, first)]
 
-    def __init__(self, files: Iterable[tuple[Path, Format]], settings: CorpusConfig):
+
+def _after_space(path: Path, start: int) -> int:
+    """Return the byte after the next space of a file.
+
+    It is the end of the file if there is no space in ASCII nearby.
+    """
+    with open(path, "rb") as file:
+        file.seek(start)
+        found = re.search(rb"[ \n\t]", file.read(MAX_WORD_BYTES))
+        return start + found.end() if found else file.seek(0, os.SEEK_END)
+
+
+class _Reader:
+    """Blocks of text, read in order by one thread at a time.
+
+    first: that of the first block.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], settings: CorpusConfig, first: int = 0):
         self._lock = threading.Lock()
-        self._blocks = self._read(files, settings)
+        self._blocks = self._read(pieces, settings, first)
 
     def read(self, buffer: np.ndarray) -> TextBlock | None:
         """Read a block into the buffer; return None after the last one."""
@@ -253,31 +305,42 @@ class _Reader:
             return next(self._blocks, None)
 
     def _read(
-        self, files: Iterable[tuple[Path, Format]], settings: CorpusConfig
+        self, pieces: Sequence[Piece], settings: CorpusConfig, first: int
     ) -> Iterator[TextBlock]:
-        first = 0
-        for path, found in files:
-            with opened_words(path, settings, found) as file:
-                for size in self._read_file(file, path):
-                    yield TextBlock(first, path, size)
-                    first += size
+        for piece in pieces:
+            for size in self._read_piece(piece, settings):
+                yield TextBlock(first, piece.path, size)
+                first += size
 
-    def _read_file(self, file: BufferedIOBase, path: Path) -> Iterator[int]:
+    def _read_piece(self, piece: Piece, settings: CorpusConfig) -> Iterator[int]:
         """Yield the size of each block in the buffer."""
-        rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-        while True:
-            memory = memoryview(self._buffer)
-            memory[: len(rest)] = rest
-            read = file.readinto(memory[len(rest) : len(rest) + BLOCK_BYTES])
-            size = len(rest) + read
-            if not read:
-                memory[size] = tokenize.NEWLINE  # a line ends with its file
-                yield size + 1
-                return
-            last = bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size])
-            rest = _last_word(last, path)
-            if size > len(rest):
-                yield size - len(rest)
+        path, found, start, end = piece
+        with opened_words(path, settings, found) as file:
+            rest = b""
+            left = sys.maxsize if end is None else end - start
+            if start:
+                file.seek(start)
+            else:
+                head = file.read(min(left, len(codecs.BOM_UTF8)))
+                left -= len(head)
+                rest = head.removeprefix(codecs.BOM_UTF8)
+            while True:
+                memory = memoryview(self._buffer)
+                memory[: len(rest)] = rest
+                read = file.readinto(memory[len(rest) : len(rest) + min(left, BLOCK_BYTES)])
+                left -= read
+                size = len(rest) + read
+                if not read:
+                    if end is None:  # a line ends with its file
+                        memory[size] = tokenize.NEWLINE
+                        size += 1
+                    if size:
+                        yield size
+                    break
+                last = bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size])
+                rest = _last_word(last, path)
+                if size > len(rest):
+                    yield size - len(rest)
 
 
 def _last_word(text: bytes, path: Path) -> bytes:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 import os
 import re
 import shutil
@@ -25,7 +26,6 @@ log = logging.getLogger("w2v")
 
 # Control characters, line separators, and what turns the direction of text.
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-HASHED_BYTES = 16 << 20  # at a time
 TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete yet
 # Names of the folders that `atomic_path` and checkpoints write to.
 TEMPORARY_NAME = re.compile(r"\..+\.[a-z0-9_]{8}\.partial|step-\d+(\.old)?\.partial")
@@ -204,8 +204,10 @@ def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file, as hex digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while part := file.read(HASHED_BYTES):
-            digest.update(part)
+        if os.fstat(file.fileno()).st_size:
+            # As one part: for each, a thread would wait for others that compute in Python.
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                digest.update(content)
     return digest.hexdigest()
 
 

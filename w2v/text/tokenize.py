@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from functools import cache
+from itertools import count
 from threading import Lock
 
 import numpy as np
@@ -114,6 +115,8 @@ class MergedWords:
     def __init__(self) -> None:
         self._tables = [WordTable() for _ in range(PARTITIONS)]
         self._locks = [Lock() for _ in range(PARTITIONS)]
+        # The first partition of each merge: merges that begin with the same one would queue.
+        self._first = count(step=7)
 
     def merge(self, table: WordTable) -> np.ndarray:
         """Add the words and counts of a table; return their codes, int32.
@@ -128,11 +131,15 @@ class MergedWords:
         hashes = (keys ^ keys >> HALF) * FACTOR >> TOP
         partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
         order, bounds = _grouped(partitions)
-        sizes = np.diff(table.starts[: table.size + 1])
-        for partition, merged in enumerate(self._tables):
+        # Counted for all partitions at once: in the loop, each call would wait for the GIL.
+        ends = np.cumsum(np.diff(table.starts[: table.size + 1])[order])
+        chunks = np.diff(np.append(0, ends)[bounds]).tolist()
+        first = next(self._first)
+        for partition in ((first + place) % PARTITIONS for place in range(PARTITIONS)):
+            merged = self._tables[partition]
             numbers = order[bounds[partition] : bounds[partition + 1]]
             with self._locks[partition]:
-                merged.reserve(len(numbers), int(sizes[numbers].sum()))
+                merged.reserve(len(numbers), chunks[partition])
                 merged.size = _merge(
                     numbers, table.arrays, merged.arrays, merged.size, partition, codes
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from w2v.config import VocabConfig
-from w2v.system.files import atomic_write
+from w2v.system.files import atomic_path
 
 LEAST_COUNT = 5  # of the words whose median tells how often a text repeats its words
 
@@ -59,7 +60,9 @@ class Vocab:
             excluded = len(counts) - 1 - most  # the place of the first word too many
             threshold = max(threshold, int(np.partition(counts, excluded)[excluded]) + 1)
         kept = np.flatnonzero(counts >= threshold)
-        kept = kept[np.lexsort((firsts[kept], -counts[kept]))]  # by count, then by appearance
+        # By count, then by appearance; np.lexsort takes twice the time.
+        kept = kept[np.argsort(firsts[kept])]
+        kept = kept[np.argsort(-counts[kept], kind="stable")]
         if len(kept) < 2:
             setting = f"vocab.min_count={limits.min_count}"
             remedy = "use more text"
@@ -92,9 +95,12 @@ class Vocab:
     def save(self, path: str | Path) -> None:
         """Write a header line, then word<TAB>count for each row; atomic."""
         header = f"# words {len(self.words)} raw_words {self.raw_words} raw_types {self.raw_types}"
-        pairs = zip(self.words, self.counts.tolist(), strict=True)
-        lines = [f"{header}\n", *(f"{word}\t{count}\n" for word, count in pairs)]
-        atomic_write(path, "".join(lines))
+        ends = np.flatnonzero(np.diff(self.counts, append=0)) + 1  # of words of the same count
+        parts = [f"{header}\n"]
+        for first, end in itertools.pairwise([0, *ends.tolist()]):
+            parts.append(f"\t{self.counts[first]}\n".join([*self.words[first:end], ""]))
+        with atomic_path(path) as new, open(new, "w", encoding="utf-8", newline="\n") as file:
+            file.write("".join(parts))  # as one, as in `hash_file`
 
 
 def median_count(counts: np.ndarray) -> float:

@@ -108,6 +108,7 @@ def test_answers_are_those_of_the_commands(trained, capsys):
         (lambda run: w2v.train("a.txt", epoch=2), ConfigError, "did you mean epochs"),
         (lambda run: w2v.train("a.txt", qqq=2), ConfigError, "qqq=2 is not a setting"),
         (lambda run: w2v.train("a.txt", betas=(0, 1)), ConfigError, "write args={'betas': ...}"),
+        (lambda run: w2v.train([["a", "b"]]), ConfigError, "w2v.Word2Vec trains on sentences"),
         (lambda run: w2v.compare([run], seeds=[1, 2]), ConfigError, "--seeds has no effect"),
     ],
 )
@@ -138,7 +139,7 @@ def test_a_map_and_a_report_are_written(trained, home):
 
 def test_runs_and_configs_are_compared(trained, home, monkeypatch, capsys):
     text, *settings = settings_of_small_text(home)
-    found = w2v.compare([trained])
+    found = w2v.compare(trained)
     assert "Adamax" in str(found) and found.rows[0].runs[0].folder == Path(trained)
     monkeypatch.setattr(compare.pages, "write_page", lambda *_: None)
     names = ["adam", "sgd"]

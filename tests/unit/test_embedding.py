@@ -38,6 +38,7 @@ from w2v.rows.ops import Span
 from w2v.rows.optimizer import look_up_batch
 from w2v.rows.optimizer import optimizer as make_optimizer
 from w2v.rows.table import normal
+from w2v.system.files import sealed, unsealed
 
 
 @somewhere
@@ -381,6 +382,12 @@ def test_a_checkpoint_has_what_schedulers_change(tmp_path):
     for run in (first, resumed):
         train(*run, list(batches())[2:])
     assert torch.equal(weights(first[0]), weights(resumed[0]))
+    (manifest,) = (tmp_path / "saved").glob("*/manifest.json")
+    content = unsealed(manifest.read_text())
+    for key in "step", "groups":  # whose checksum is right
+        manifest.write_text(sealed(content | {key: None}))
+        with pytest.raises(ValueError, match="manifest.json is damaged"):
+            resumed[1].load(tmp_path / "saved")
 
 
 def test_a_state_dict_has_the_weight_alone():

@@ -325,7 +325,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def compare(
-    compared: Iterable[str | os.PathLike[str]],
+    compared: Iterable[str | os.PathLike[str]] | str | os.PathLike[str],
     *settings: str | os.PathLike[str],
     seeds: Sequence[int] = (1,),
     base: str = "text8",
@@ -361,6 +361,8 @@ def compare(
         RunError: A run folder cannot be read.
     """
     options = argparse.Namespace(base=base, seeds=list(seeds), corpora=list(corpora))
+    if isinstance(compared, (str, os.PathLike)):
+        compared = [compared]
     options.settings = as_arguments([*compared, *settings], keys)
     options.questions, options.pairs = list(questions), list(pairs)
     options.to = to and Path(to)

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import re
+import reprlib
 import shutil
 import sys
 import tempfile
@@ -124,6 +125,10 @@ def train(
 
 def as_arguments(settings: Sequence[str | os.PathLike[str]], keys: Mapping[str, Any]) -> list[str]:
     """Return settings and keywords of Python as command-line arguments."""
+    for setting in settings:
+        if not isinstance(setting, (str, os.PathLike)):
+            remedy = "give files and section.key=value; w2v.Word2Vec trains on sentences"
+            raise ConfigError(f"{reprlib.repr(setting)} is not a file; {remedy}")
     arguments = [os.fspath(setting) for setting in settings]
     for keyword, value in keys.items():
         if not (name := KEYWORDS.get(keyword)):

@@ -173,7 +173,7 @@ class Checkpoints:
                 shutil.rmtree(_partial(path), ignore_errors=True)
             error.strerror = (
                 f"{error.strerror or error}, so that a checkpoint of {self._bytes:,} bytes cannot "
-                "be written; the last one is still there"
+                "be written; any before it are still there"
             )
             error.filename = str(path.parent)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral, Real
@@ -380,15 +381,17 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if (saved := latest(Path(folder), self._ranks)) is None:
             raise ValueError(f"{folder} holds no checkpoint; give a folder of PagedOptimizer.save")
-        # Earlier versions have saved the rates alone, and a run of `w2v train` has neither.
-        groups = saved.state.get("groups", [{"lr": lr} for lr in saved.state.get("lr", [])])
+        with saved.checked():
+            # Earlier versions have saved the rates alone, and a run of `w2v train` has neither.
+            groups = saved.state.get("groups", [{"lr": lr} for lr in saved.state.get("lr", [])])
+            groups, step = [{**group} for group in groups], operator.index(saved.state["step"])
         if len(groups) != len(self.param_groups):
             counts = f"{len(groups)} groups of tables, and the optimizer {len(self.param_groups)}"
             raise ValueError(f"{folder} has {counts}; make it with the same groups")
         saved.load(self._parts(), self._ranks)
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
-        return saved.state["step"]
+        return step
 
     @property
     def _ranks(self) -> Ranks:

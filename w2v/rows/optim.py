@@ -354,10 +354,10 @@ def _find_state(
 
 
 def _first_state(cls: type[Optimizer], args: dict[str, Any]) -> dict[str, Tensor]:
-    parameter = nn.Parameter(torch.zeros(SHAPE, dtype=torch.float32))
+    parameter = nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64))
     optimizer = cls([parameter], **args)
     state = optimizer.state[parameter] = _FirstValues(optimizer.state[parameter])
-    parameter.grad = torch.zeros(SHAPE, dtype=torch.float32)
+    parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return state.first
 
@@ -366,7 +366,7 @@ def _rows_are_separable(
     cls: type[Optimizer], args: dict[str, Any], first: dict[str, Tensor]
 ) -> bool:
     """Return whether stepping a table equals stepping each of its rows."""
-    start, *grads = np.random.default_rng(0).standard_normal((4, 4, 3), np.float32)
+    start, *grads = np.random.default_rng(0).standard_normal((4, *SHAPE))
 
     def trained(rows: slice, state: dict[str, Tensor]) -> np.ndarray:
         parameter = nn.Parameter(torch.from_numpy(start[rows].copy()))

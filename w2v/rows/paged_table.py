@@ -553,11 +553,11 @@ class PagedTable:
 
     def initial_state(self) -> dict[str, Tensor]:
         """Return the state before the first step, of the rows of all ranks."""
-        initial = {
-            name: torch.tensor(state.initial, device="cpu").expand(self.num_embeddings, state.width)
-            for name, state in self._layout.states.items()
-        }
-        return initial | self._layout.scalars
+        initial, own = dict(self._layout.scalars), self.state()
+        for name, state in self._layout.states.items():
+            value = own[name].new_full((), state.initial, device="cpu")
+            initial[name] = value.expand(self.num_embeddings, state.width)
+        return initial
 
     def gather(self, values: Tensor) -> Tensor | None:
         """Return a copy of weights or a state, of all ranks; None but on rank 0.

@@ -169,7 +169,7 @@ def test_all_words_are_found_with_vectors_places_and_groups(page, monkeypatch):
 
 def test_page_shows_scores_and_curves(page):
     text, rest = page.read_text(encoding="utf-8").split("</table>")
-    assert "brackets are 95 % intervals" in rest
+    assert "Brackets are 95 % intervals" in rest
     heads = re.findall("<th>(.*?)</th>", text)
     table = dict(zip(heads, re.findall("(?s)<td>(.*?)</td>", text), strict=False))
     assert table["lr"] == "0.5" and table["analogies %"].startswith("25.0\n[")

@@ -406,7 +406,7 @@ class PagedTable:
                 new["weight"].copy_(self.stored())
                 regroup(self._store, new, self.device)
             self._layout = layout
-            if had == has != []:
+            if has and had == has:
                 self.set_state(self.initial_state())
 
     def layout_for(self, optimizer: RowOptimizer) -> Layout:

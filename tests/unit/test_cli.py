@@ -125,6 +125,7 @@ MISTAKES = [
     ("train my.txt optimizer.name=Adamx", "did you mean Adam"),
     ("train my.txt optimizer.name=LBFGS", "mixes rows, so it cannot be paged; .* SGD"),
     ("train my.txt optimizer.name=mine.Adam", "set optimizer.lr too"),
+    ("train my.txt adam sgd", "adam and sgd are several optimizers; .* compare adam sgd TEXT"),
     ("train my.txt optimizer.lr=-1", "must be above 0"),
     ("train my.txt optimizer.lr=0,1", "is not a number"),
     ("train my.txt optimizer.args={momentum:0.9}", "with a space after each colon"),

@@ -257,9 +257,9 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
 def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[str]]:
     """Return the config of a run, and the files and assignments that gave it."""
     files, assignments = sort_settings(options.settings)
-    shipped = [(name, shipped_config(name)) for name in files]
-    named = [name for name, path in shipped if path and path.parent.name == "optimizers"]
-    if len(set(named)) > 1:
+    shipped = {shipped_config(name): name for name in files}
+    named = [name for path, name in shipped.items() if path and path.parent.name == "optimizers"]
+    if len(named) > 1:
         remedy = f"name one; w2v compare {' '.join(named)} TEXT compares them"
         raise ConfigError(f"{' and '.join(named)} are several optimizers; {remedy}")
     config = load_config(files, assignments)

@@ -26,7 +26,7 @@ from w2v.api.cli import make_parser
 from w2v.api.train import as_arguments, sort_settings
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.system import console
-from w2v.system.files import as_json, atomic_write
+from w2v.system.files import as_json, as_list, atomic_write
 from w2v.system.process import describe_environment
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
@@ -360,11 +360,9 @@ def compare(
         EvaluationError: A file of questions or pairs cannot be read.
         RunError: A run folder cannot be read.
     """
-    options = argparse.Namespace(base=base, seeds=list(seeds), corpora=list(corpora))
-    if isinstance(compared, (str, os.PathLike)):
-        compared = [compared]
-    options.settings = as_arguments([*compared, *settings], keys)
-    options.questions, options.pairs = list(questions), list(pairs)
+    options = argparse.Namespace(base=base, seeds=list(seeds), corpora=as_list(corpora))
+    options.settings = as_arguments([*as_list(compared), *settings], keys)
+    options.questions, options.pairs = as_list(questions), as_list(pairs)
     options.to = to and Path(to)
     with console.restored_log():
         console.log_to_console()

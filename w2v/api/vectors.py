@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from w2v.config import require
-from w2v.system.files import naming_file
+from w2v.system.files import as_list, naming_file
 from w2v.vectors import convert, export, query, report
 from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError, Further, read_items
 from w2v.vectors.load import READABLE, VectorsError, Words, find, load_words
@@ -121,13 +121,10 @@ class Vectors(Words):
         """
         from w2v.vectors import evaluate  # only now, as it imports torch
 
-        if isinstance(questions, (str, Path)):
-            questions = [questions]
-        if isinstance(pairs, (str, Path)):
-            pairs = [pairs]
-        Further(questions, pairs).check()
+        further = Further(as_list(questions), as_list(pairs))
+        further.check()
         items = read_items(self.folder)
-        return evaluate.scores(self.words, self.vectors, questions, pairs, restrict_vocab, items)
+        return evaluate.scores(self.words, self.vectors, *further, restrict_vocab, items)
 
     def map(self, to: str | Path | None = None, words: int = 500) -> Path:
         """Draw the most frequent words in two dimensions; return the file.

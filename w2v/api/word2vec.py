@@ -31,6 +31,7 @@ from torch import Tensor
 from w2v.config import COMMAND_LINE, CONFIGS, TYPES, Config, ConfigError, load_config, require
 from w2v.rows.optim import RowOptimizer, optimizer_name
 from w2v.rows.table import Table
+from w2v.system.files import as_list
 from w2v.system.process import cores
 from w2v.text.corpus import Corpus, NoKnownWords
 from w2v.text.encode import encode_sentences
@@ -151,10 +152,7 @@ class Word2Vec(word2vec.Word2Vec):
         self.optimizer_args = given["optimizer_args"]
         self.batch_size = given["batch_size"]
         self.device = given["device"]
-        settings = given["settings"]
-        if isinstance(settings, str):
-            settings = [settings]
-        self.settings = list(settings)
+        self.settings = as_list(given["settings"])
         config = self._config(given, given["epochs"], given["seed"], alpha, given["min_alpha"])
         with _naming_arguments():
             RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable

@@ -234,6 +234,11 @@ def refused(kind: type[ValueError], problem: str, remedy: str) -> Iterator[None]
         raise kind(f"{problem} ({reason}); {remedy}") from error
 
 
+def as_list(names: Any) -> list[Any]:
+    """Return names as a list; one name may be given alone."""
+    return [names] if isinstance(names, (str, os.PathLike)) else list(names)
+
+
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the most similar of the words, or nothing, for a message."""
     return "".join(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff))

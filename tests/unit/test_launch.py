@@ -75,6 +75,8 @@ def read(members, address):
 
 def as_seen(parameter, value):
     """Return what a kernel sees of an argument."""
+    if isinstance(value, launch.StructBuffer):
+        value = value.value
     values = value if parameter.fields else [value]
     seen = {}
     for member, part in zip(parameter.members, values, strict=True):

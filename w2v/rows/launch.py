@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -45,10 +45,10 @@ TYPES: dict[str, tuple[str, torch.dtype | str]] = {
     "void": ("", "any"),
 }
 RESERVED = 1 << 10  # bytes of shared memory that CUDA itself takes for each block
-KNOWN = 4096  # addresses of tensors that are remembered for a pointer
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 
-Argument = Tensor | float | tuple[Any, ...] | None  # a tuple: a NamedTuple
+# A tuple: a NamedTuple. A StructBuffer is bound.
+Argument = Union[Tensor, float, tuple[Any, ...], None, "StructBuffer"]
 
 
 class CMember(NamedTuple):
@@ -145,10 +145,8 @@ class Arguments:
         self._kernel = kernel
         self._device = device
         self._members = [member for one in parameters.values() for member in one.members]
-        # Of each pointer: the addresses of tensors that have been checked, and their dtype.
-        self._known: list[dict[int, torch.dtype]] = [{} for _ in self._members]
-        # By types of all values: where tensors are, and where None is.
-        self._places: dict[tuple[type, ...], tuple[list[int], list[int]]] = {}
+        # By types of all values: where tensors are, with their dtype, and where None is.
+        self._places: dict[tuple[type, ...], tuple[list[tuple[int, Any]], list[int]]] = {}
         self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
         self._structs.reverse()  # `pack_into` replaces each by its fields
         self.begins: dict[str, int] = {}
@@ -162,8 +160,7 @@ class Arguments:
     def pack_into(self, memory: Any, start: int, values: Iterable[Argument]) -> None:
         """Check the values of all parameters, in order, and write them.
 
-        Every launch does, so there are few operations for each value: a tensor is checked when its
-        address is new.
+        Every launch does, so there are few operations for each value.
         """
         flat: list[Any] = list(values)
         for n, fields in self._structs:
@@ -172,11 +169,12 @@ class Arguments:
             flat[n : n + 1] = flat[n]
         types = tuple(map(type, flat))
         tensors, nulls = self._places.get(types) or self._check_types(types, flat)
-        for n in tensors:
-            address = flat[n].data_ptr()
-            if self._known[n].get(address) is not flat[n].dtype:
-                self._check(n, flat[n])
-            flat[n] = address
+        for n, dtype in tensors:
+            tensor = flat[n]
+            is_here = tensor.get_device() == self._device and tensor.is_contiguous()
+            if not is_here or tensor.dtype is not dtype:
+                self._check(n, tensor)
+            flat[n] = tensor.data_ptr()
         for n in nulls:
             flat[n] = 0
         try:
@@ -191,19 +189,20 @@ class Arguments:
 
     def _check_types(
         self, types: tuple[type, ...], values: list[Any]
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[tuple[int, Any]], list[int]]:
         """Return where tensors are, and where None is, if all may be there."""
         for n, (member, kind) in enumerate(zip(self._members, types, strict=True)):
             if not member.takes(kind):
                 raise TypeError(self._refusal(n, values[n]))
-        tensors = [n for n, kind in enumerate(types) if kind is Tensor]
+        members = enumerate(self._members)
+        tensors = [(n, member.dtype) for n, member in members if types[n] is Tensor]
         nulls = [n for n, kind in enumerate(types) if kind is type(None)]
         self._places[types] = tensors, nulls
         return tensors, nulls
 
     def _check(self, n: int, tensor: Tensor) -> None:
         """Raise `TypeError` unless the n-th pointer takes the tensor."""
-        member, known = self._members[n], self._known[n]
+        member = self._members[n]
         on_host = tensor.is_cpu and "HOST" in member.marks
         is_there = on_host or tensor.get_device() == self._device
         is_contiguous = tensor.is_contiguous() or "STRIDED" in member.marks
@@ -211,12 +210,33 @@ class Arguments:
             strides = f"strides {tensor.stride()}"
             found = f"a tensor of {tensor.dtype} on {tensor.device}, {strides}"
             raise TypeError(self._refusal(n, found))
-        if len(known) > KNOWN:
-            known.clear()
-        known[tensor.data_ptr()] = tensor.dtype
 
     def _refusal(self, n: int, value: Any) -> str:
         return f"{self._kernel}: {self._members[n].name} is {self._members[n].ctype}, not {value}"
+
+
+class StructBuffer:
+    """A struct that kernels which it is bound to read at each launch.
+
+    So it is packed once for all of them, when `set` gets another value. One thread sets it and
+    launches.
+    """
+
+    def __init__(self, source: str, name: str, element: int = 0):
+        members = struct_members(source, name, element)
+        self.fields = tuple(member.name for member in members)
+        self.value: Any = None
+        device = torch._C._cuda_getDevice()
+        parameters = {name: Parameter(members, self.fields)}
+        self._arguments = Arguments(f"{name} of {source}", device, parameters)
+        self._memory = ctypes.create_string_buffer(self._arguments.size)
+        self.address = ctypes.addressof(self._memory)
+
+    def set(self, value: Any) -> None:
+        """Set the value, a NamedTuple; kernels see its tensors until the next."""
+        if value is not self.value:
+            self._arguments.pack_into(self._memory, 0, [value])
+            self.value = value
 
 
 @functools.cache
@@ -259,9 +279,18 @@ class Kernel:
         self._shared = int(macros.get("SHARED", 0))
         element = int(macros.get("ELEMENT", 0))
         self._arguments = functools.partial(_arguments, device, source, names[0], element)
-        self._bound = self._arguments(tuple(fixed))
+        self._buffers = {
+            name: value for name, value in fixed.items() if isinstance(value, StructBuffer)
+        }
+        parameters = signature(source, names[0])
+        for name, buffer in self._buffers.items():
+            if name not in parameters or parameters[name].fields != buffer.fields:
+                struct = f"struct {name} of {buffer.fields}"
+                raise TypeError(f"{names[0]} of {source} has no {struct}")
+        packed = {name: value for name, value in fixed.items() if name not in self._buffers}
+        self._bound = self._arguments(tuple(packed))
         self._bytes = bytearray(self._bound.size)
-        self._bound.pack_into(self._bytes, 0, fixed.values())
+        self._bound.pack_into(self._bytes, 0, packed.values())
         self._names: tuple[str, ...] | None = None  # of the other arguments
         self._lock = threading.Lock()
 
@@ -286,7 +315,8 @@ class Kernel:
         with self._lock:  # until the driver has copied the arguments
             if tuple(args) != self._names:
                 self._lay_out(args)
-            self._others.pack_into(self._memory, self._bound.size, args.values())
+            if args:
+                self._others.pack_into(self._memory, self._bound.size, args.values())
             threads = 1, 1, THREADS, 1, 1, self._shared
             for (function, launch), number in zip(self._functions, blocks, strict=True):
                 launch(function, number, *threads, stream, self._pointers, 0)
@@ -306,7 +336,9 @@ class Kernel:
         size = self._bound.size + others.size
         self._memory = ctypes.create_string_buffer(bytes(self._bytes), size)
         start = ctypes.addressof(self._memory)
-        begins = {name: start + begin for name, begin in self._bound.begins.items()}
+        begins = {name: buffer.address for name, buffer in self._buffers.items()}
+        for name, begin in self._bound.begins.items():
+            begins[name] = start + begin
         for name, begin in others.begins.items():
             begins[name] = start + self._bound.size + begin
         self._addresses = (ctypes.c_void_p * len(begins))()

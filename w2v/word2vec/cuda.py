@@ -10,19 +10,25 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from w2v.rows import launch
-from w2v.rows.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel, shared_bytes
+from w2v.rows.launch import (
+    ELEMENTS,
+    THREADS,
+    StructBuffer,
+    blocks_for,
+    c_struct,
+    kernel,
+    shared_bytes,
+)
 from w2v.rows.ops import Span, Spans, View, find_rows, no_places, numbers_of, step_kernel
 from w2v.rows.shard import sum_by_row
-from w2v.system.random import signed
 from w2v.word2vec import reference
 from w2v.word2vec.batch import (
     FAULT_BITS,
@@ -49,24 +55,6 @@ WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
 INPUT_FAULT = 2  # bit of FAULTS; that of output vectors is the next
 
 
-def batch_struct(batch: Batch) -> Any:
-    """Return a batch for launches."""
-    tree = batch.objective.tree
-    begin_V, nodes_P, codes_P, _ = tree or (None, None, None, 0)
-    return c_struct("batch.cuh", "Batch")(
-        words=batch.words_n,
-        sentences=batch.sentences_n,
-        length=batch.words_n.shape[0],
-        first=batch.first,
-        centers=batch.windows_B.shape[0],
-        windows=batch.windows_B,
-        negatives=batch.negatives_BK,
-        path_begin=begin_V,
-        nodes=nodes_P,
-        codes=codes_P,
-    )
-
-
 def draw(
     seeds: Sequence[BatchSeed], widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -76,13 +64,13 @@ def draw(
     for first in range(0, len(seeds), at_once):
         drawn = seeds[first : first + at_once]
         sizes = [seed.centers for seed in drawn]
-        keys = [signed(seed.key) for seed in drawn] + [signed(seed.pool_key) for seed in drawn]
+        keys = [seed.key for seed in drawn] + [seed.pool_key for seed in drawn]
         centers = sum(sizes)
         windows_B = torch.empty(centers, dtype=torch.int32, device=device)
         negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=device)
         # From pinned memory, as copies from other memory wait for the GPU.
         edges = itertools.accumulate(sizes, initial=0)
-        numbers = torch.tensor([*edges, *keys], device="cpu").pin_memory()
+        numbers = torch.from_numpy(np.array([*edges, *keys], np.uint64).view(np.int64)).pin_memory()
         edges_N, keys_N = numbers.to(device, non_blocking=True).split([1 + len(sizes), len(keys)])
         kernel("draw.cu", "draw")(
             blocks_for(centers * (1 + negatives)),
@@ -168,105 +156,78 @@ class CudaKernels(Kernels):
         self._listed_counts = zeros_by_step(shape.device, (torch.int64, ()))
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
-        self._bound: dict[Hashable, tuple[tuple, Kernel]] = {}
+        # What launches read, and what was bound for batches of a form.
+        self._batch: Batch | None = None
+        self._form: tuple = ()
+        self._most_centers = -1
+        self._stepped: tuple = ()
+        self._batch_struct = StructBuffer("batch.cuh", "Batch")
+        self._view_struct = StructBuffer("element.cuh", "View", ELEMENTS[shape.dtype])
+        self._rows_struct = StructBuffer("unique.cuh", "RowGrads")
 
     def list_rows(self, batch: Batch) -> Tensor:
         shape = self.shape
-        most = max_batch_rows(batch, shape.vectors)
-        self._listed = with_room(self._listed, most, shape.rows, shape, dim=0)
+        self._read(batch)
+        self._listed = with_room(self._listed, self._most_rows, shape.rows, shape, dim=0)
         (count,) = next(self._listed_counts)
         index_A, listed_X = self._listed[:2]
         assert index_A is not None and listed_X is not None
-        find_unique_rows(batch, self._listed._replace(row_count=count))
+        self._list_unique(self._listed._replace(row_count=count))
         is_row_X = torch.arange(len(listed_X), device=shape.device) < count
         rows_X = torch.where(is_row_X, listed_X, -1).long()
         index_A.index_fill_(0, rows_X.clamp(min=0), -1)
         return rows_X
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        _list_kernel("mark", batch)(_blocks(batch), batch=batch_struct(batch), marks=marks_A)
+        self._read(batch)
+        self._launch_mark(self._list_blocks, marks=marks_A)
 
     def unique_rows(self, batch: Batch) -> Grads:
-        most = max_batch_rows(batch, self.shape.vectors) + self.further_rows
+        self._read(batch)
+        most = self._most_rows + self.further_rows
         self._rows = with_room(self._rows, most, self.shape.rows, self.shape)
-        self._list_unique(batch, self._rows)
+        self._list_unique(self._rows)
         return self._with_sums(self._rows)
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
-        cbow, mean, tree, weighted = batch.objective
-        targets = _word_targets(batch)
-        if tree and not (tree.depth or targets):  # one word, which nothing predicts
+        self._read(batch)
+        cbow, _, tree, _ = batch.objective
+        if tree and not (tree.depth or self._targets):  # one word, which nothing predicts
             mask_BC = reference.expand(batch).context_mask_BC
             return grads._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
 
-        shared = 0 if cbow or tree else window_bytes(batch.window, self.shape.dim)
-
-        def bind() -> Kernel:
-            launch = kernel(
-                "gradients.cu",
-                "cbow" if cbow else "skipgram",
-                WINDOW=batch.window,
-                TARGETS=targets,
-                PATHS=int(tree is not None),
-                DIM=self.shape.dim,
-                ELEMENT=ELEMENTS[view.records_SR.dtype],
-                COUNTED=int(self.shape.count_pairs),
-                MEAN=int(mean),
-                RANKS=max(1, self._peers),
-                SHARED=shared,
-                WEIGHTED=weighted,
-                CBOW=int(cbow),
-            )
-            return launch.bind(
-                view=view,
-                rows=grads.rows,
-                row_width=view.records_SR.shape[1],
-                borrowed=self._borrowed,
-            )
-
-        what = batch.window, targets, batch.objective, view, grads.rows
-        launch = self._bind("gradients", what, bind)
         # Windows slide over consecutive centers of a warp, so no more blocks than run at a time.
         # Kernels that move rows may keep a block waiting: then they are many, and short.
-        per_processor = BLOCKS_AT_ONCE if shared and view.slot_of_A is None else 8
-        blocks = blocks_for(32 * batch.windows_B.shape[0], per_processor)
-        launch(blocks, batch=batch_struct(batch), loss=grads.loss, pairs=grads.pairs)
+        per_processor = BLOCKS_AT_ONCE if self._shared and view.slot_of_A is None else 8
+        self._view_struct.set(view)
+        self._rows_struct.set(grads.rows)
+        self._launch_gradients(
+            blocks_for(32 * batch.windows_B.shape[0], per_processor),
+            row_width=view.records_SR.shape[1],
+            loss=grads.loss,
+            pairs=grads.pairs,
+        )
         return grads
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         optimizer, table, lr = update
         step, step_column = optimizer.count_step(table)
-
-        def bind() -> Kernel:
-            dtype = view.records_SR.dtype
-            launch = step_kernel(optimizer, dtype, self.shape.dim, self._peers)
-            return launch.bind(
-                view=view,
-                rows=grads.rows,
-                row_width=view.records_SR.shape[1],
-                dim=self.shape.dim,
-                step_column=step_column,
-                cap=optimizer.occurrence_cap,
-                hyper=optimizer.hyper(lr),
-                places=self._places,
-                stepped=state.rows_updated,
-                fault=state.fault,
-                bit=INPUT_FAULT,
-                outputs_end=self.shape.outputs_end,
-                done=self._done,
-            )
-
-        launch = self._bind("step", (optimizer, state, view, grads.rows), bind)
-        launch(
+        stepped = optimizer, state, step_column
+        if stepped != self._stepped:
+            self._bind_step(*stepped)
+            self._stepped = stepped
+        self._view_struct.set(view)
+        self._rows_struct.set(grads.rows)
+        self._launch_step(
             # An upper bound: the number of rows is known on the device alone.
             blocks_for(32 * grads.rows.grad_UD.shape[0]),
+            row_width=view.records_SR.shape[1],
             lr=float(lr),
             table_step=step,
             seed=table.next_rounding_seed(),
             loss=grads.loss,
             this_step=state.step << FAULT_BITS,
         )
-
     @functools.cached_property
     def _own_rows(self) -> Spans:
         """The rows of this rank, as `find_rows` takes them."""
@@ -287,27 +248,94 @@ class CudaKernels(Kernels):
             sum_by_row(pairs_M, found.places_N, received, pairs_U)
         return RowGrads(None, found.narrow_N, grad_UD, pairs_U, found.known[0])
 
-    def _list_unique(self, batch: Batch, rows: RowGrads, slot: int = 0) -> None:
-        """List the unique rows of a batch, in the buffers of a slot."""
+    def _read(self, batch: Batch) -> None:
+        """Have launches read a batch; bind them anew for one of another form."""
+        if batch is self._batch:
+            return
+        centers, negatives = batch.negatives_BK.shape
+        form = batch.window, negatives, batch.pool, batch.objective
+        if centers > self._most_centers or not all(map(operator.is_, form, self._form)):
+            self._bind(batch)
+            self._form, self._most_centers = form, centers
+        tree = batch.objective.tree
+        begin_V, nodes_P, codes_P, _ = tree or (None, None, None, 0)
+        struct = c_struct("batch.cuh", "Batch")(
+            words=batch.words_n,
+            sentences=batch.sentences_n,
+            length=batch.words_n.shape[0],
+            first=batch.first,
+            centers=centers,
+            windows=batch.windows_B,
+            negatives=batch.negatives_BK,
+            path_begin=begin_V,
+            nodes=nodes_P,
+            codes=codes_P,
+        )
+        self._batch_struct.set(struct)
+        self._batch = batch
 
-        def bind() -> Kernel:
-            return _list_kernel("unique_rows", batch).bind(rows=rows)
+    def _bind(self, batch: Batch) -> None:
+        """Bind launches for batches of a form that are not larger than this one."""
+        cbow, mean, tree, weighted = batch.objective
+        centers, negatives = batch.negatives_BK.shape
+        # The targets of a center that are words: itself and its negatives.
+        self._targets = 1 + negatives if negatives or not tree else 0
+        self._most_rows = max_batch_rows(batch, self.shape.vectors)
+        # Of unique.cu: for the rows that a batch touches, repeats included.
+        self._list_blocks = blocks_for(centers * (self._targets + 2) + 2 * batch.window)
+        macros = {
+            "WINDOW": batch.window,
+            "TARGETS": self._targets,
+            "PATHS": int(tree is not None),
+        }
+        read = {"rows": self._rows_struct, "batch": self._batch_struct}
+        self._launch_list = kernel("unique.cu", "unique_rows", **macros).bind(**read)
+        self._launch_mark = kernel("unique.cu", "mark", **macros).bind(batch=self._batch_struct)
+        self._shared = 0 if cbow or tree else window_bytes(batch.window, self.shape.dim)
+        self._launch_gradients = kernel(
+            "gradients.cu",
+            "cbow" if cbow else "skipgram",
+            **macros,
+            DIM=self.shape.dim,
+            ELEMENT=ELEMENTS[self.shape.dtype],
+            COUNTED=int(self.shape.count_pairs),
+            MEAN=int(mean),
+            RANKS=max(1, self._peers),
+            SHARED=self._shared,
+            WEIGHTED=weighted,
+            CBOW=int(cbow),
+        ).bind(view=self._view_struct, borrowed=self._borrowed, **read)
 
-        form = batch.window, _word_targets(batch), batch.objective
-        launch = self._bind(slot, (*form, rows), bind)
-        launch(_blocks(batch), batch=batch_struct(batch))
+    def _list_unique(self, rows: RowGrads) -> None:
+        """List the unique rows of the batch, in buffers.
+
+        Before, indices are -1 and the count 0.
+        """
+        self._rows_struct.set(rows)
+        self._launch_list(self._list_blocks)
 
     def _with_sums(self, rows: RowGrads) -> Grads:
         """Return buffers with the sums of a step, which are zero."""
         loss, pairs = next(self._sums)
         return Grads(rows, loss, pairs)
 
-    def _bind(self, use: Hashable, what: tuple, bind: Callable[[], Kernel]) -> Kernel:
-        """Return the launcher of a use, bound anew if it was for other objects."""
-        bound = self._bound.get(use)
-        if bound is None or not all(map(operator.is_, bound[0], what)):
-            bound = self._bound[use] = what, bind()
-        return bound[1]
+    def _bind_step(self, optimizer: RowOptimizer, state: StepState, step_column: int) -> None:
+        self._launch_step = step_kernel(
+            optimizer, self.shape.dtype, self.shape.dim, self._peers
+        ).bind(
+            view=self._view_struct,
+            rows=self._rows_struct,
+            dim=self.shape.dim,
+            step_column=step_column,
+            cap=optimizer.occurrence_cap,
+            hyper=optimizer.hyper(0.0),  # the rate is given at each launch
+            places=self._places,
+            stepped=state.rows_updated,
+            fault=state.fault,
+            bit=INPUT_FAULT,
+            outputs_end=self.shape.outputs_end,
+            done=self._done,
+        )
 
 
 class TorchStepKernels(CudaKernels):
@@ -318,8 +346,9 @@ class TorchStepKernels(CudaKernels):
     def unique_rows(self, batch: Batch) -> Grads:
         shape = self.shape
         # A list of its own, as the batches before may still be on their way.
-        listed = with_room(None, max_batch_rows(batch, shape.vectors), shape.rows, shape, dim=0)
-        find_unique_rows(batch, listed)
+        self._read(batch)
+        listed = with_room(None, self._most_rows, shape.rows, shape, dim=0)
+        self._list_unique(listed)
         rows_U = listed.unique_rows()
         grad_UD = torch.zeros(rows_U.shape[0], shape.dim, device=shape.device)
         pairs_U = torch.zeros_like(rows_U)
@@ -336,15 +365,6 @@ def window_bytes(window: int, dim: int) -> int:
     return size if span < 64 and size <= shared_bytes(BLOCKS_AT_ONCE) else 0
 
 
-def find_unique_rows(batch: Batch, rows: RowGrads) -> None:
-    """List the unique rows that the batch touches, in buffers.
-
-    Before, indices are -1 and the count 0.
-    """
-    launch = _list_kernel("unique_rows", batch)
-    launch(_blocks(batch), rows=rows, batch=batch_struct(batch))
-
-
 def with_room(
     rows: RowGrads | None, most: int, all_rows: int, shape: StepShape, dim: int | None = None
 ) -> RowGrads:
@@ -357,22 +377,3 @@ def with_room(
     grad_UD = torch.zeros(most, dim, device=shape.device)
     row_count = torch.zeros((), dtype=torch.int64, device=shape.device)
     return RowGrads(index_A, rows_U, grad_UD, torch.zeros_like(rows_U), row_count)
-
-
-def _list_kernel(name: str, batch: Batch) -> Kernel:
-    """Return a kernel of unique.cu for batches such as this one."""
-    paths = int(batch.objective.tree is not None)
-    targets = _word_targets(batch)
-    return kernel("unique.cu", name, WINDOW=batch.window, TARGETS=targets, PATHS=paths)
-
-
-def _word_targets(batch: Batch) -> int:
-    """Return the targets of a center that are words: itself and its negatives."""
-    negatives = batch.negatives_BK.shape[1]
-    return 1 + negatives if negatives or not batch.objective.tree else 0
-
-
-def _blocks(batch: Batch) -> int:
-    """Return the blocks for the rows that a batch touches, repeats included."""
-    centers = batch.windows_B.shape[0]
-    return blocks_for(centers * (_word_targets(batch) + 2) + 2 * batch.window)

@@ -29,7 +29,7 @@ from w2v.distributed.ranks import Ranks
 from w2v.rows.launch import ELEMENTS, Kernel, blocks_for, c_struct, cuda_runtime, kernel
 from w2v.rows.ops import View
 from w2v.system.files import one_line
-from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState, max_batch_rows
+from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState
 from w2v.word2vec.cuda import CudaKernels, with_room
 from w2v.word2vec.exchange import Exchange, PlannedBatch
 
@@ -229,11 +229,11 @@ class CudaPeerKernels(CudaKernels):
         return kernel("peers.cu", name, RANKS=shape.world_size, ELEMENT=element, WIDE=wide)
 
     def _list(self, batch: Batch, marks_NA: Tensor | None) -> int:
-        rows = max_batch_rows(batch, self.shape.vectors)
-        assert rows <= self._most, "a larger batch than planned"
+        self._read(batch)
+        assert self._most_rows <= self._most, "a larger batch than planned"
         slot = self._lists_made % len(self._lists)
         self._lists_made += 1
-        self._list_unique(batch, self._lists[slot], slot)
+        self._list_unique(self._lists[slot])
         self._mark_listed[slot](self._mark_blocks, marks=marks_NA)
         return slot
 

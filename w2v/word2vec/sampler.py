@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +128,7 @@ class Sampler:
         chunks = self._chunks(epoch)[first_chunk:]
         lookaheads = self._lookaheads(epoch, chunks) if self.lookahead else repeat(None)
         words_after = sum(map(self.text.count_words, chunks))
+        text_words = len(self.text.ids_N)
         spans = zip(chunks, lookaheads, strict=False)  # lookaheads go on into later epochs
         for chunk, (span, chunk_lookahead) in enumerate(spans, first_chunk):
             words = self.text.count_words(span)
@@ -147,17 +149,17 @@ class Sampler:
                     pieces_read = CHUNK_PIECES * (batch + 1) // batches
                     lookahead = lookahead._replace(next=lookahead.next + pieces_read)
                 yield Batch(
-                    words_n=words_n,
-                    sentences_n=sentences_n,
-                    first=cuts[batch],
-                    windows_B=windows_B,
-                    negatives_BK=negatives_BK,
-                    window=self._reach,
-                    epochs_done=epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
-                    after=self.position,
-                    pool=self._pool,
-                    lookahead=lookahead,
-                    objective=self._objective,
+                    words_n,
+                    sentences_n,
+                    cuts[batch],
+                    windows_B,
+                    negatives_BK,
+                    self._reach,
+                    epoch + 1 - words_left * self.world_size / text_words,
+                    self.position,
+                    self._pool,
+                    lookahead,
+                    self._objective,
                 )
             first_batch = 0  # only the first chunk is entered in its middle
         self.position = Position(epoch + 1)
@@ -308,7 +310,7 @@ class Sampler:
         numbers = [self.seed, *place]
         if self.rank:
             numbers.append(self.rank)
-        packed = np.array(numbers, "<i8").tobytes()
+        packed = struct.pack(f"<{len(numbers)}q", *numbers)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 

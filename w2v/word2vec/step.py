@@ -77,14 +77,15 @@ class TrainingStep:
         self.state.step += 1
         # Find the batch's rows, unless that was done when its page was planned. Get their weights,
         # some of them from other ranks, and a zero gradient for each.
-        grads, view = self.exchange.borrow(planned, self.engine.view())
+        own = self.engine.view()
+        grads, view = self.exchange.borrow(planned, own)
         # Add loss and gradients.
         grads = self.kernels.gradients(batch, view, grads, lr)
         # Replace them by the rows that this rank owns, with gradients summed over all ranks.
         grads = self.exchange.reduce(grads)
         # Update these rows.
         update = Update(self.optimizer, self.table, lr)
-        self.kernels.optimizer_step(update, self.engine.view(), grads, self.state)
+        self.kernels.optimizer_step(update, own, grads, self.state)
         return StepResult(batch, grads.loss, grads.pairs)
 
     def plan_pages(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:

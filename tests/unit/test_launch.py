@@ -294,8 +294,8 @@ def test_bound_kernels_get_the_buffers_at_hand(launches):
         _, unique, skipgram, step = (launched.args for launched in launches)
         words, records = batch.words_n.data_ptr(), view.records_SR.data_ptr()
         index, loss = grads.rows.index_A.data_ptr(), grads.loss.data_ptr()
-        assert (unique["batch.words"], unique["rows.index_A"]) == (words, index)
-        assert (skipgram["batch.words"], skipgram["rows.index_A"]) == (words, index)
+        assert (unique["chunk.words"], unique["rows.index_A"]) == (words, index)
+        assert (skipgram["chunk.words"], skipgram["rows.index_A"]) == (words, index)
         assert skipgram["view.records_SR"] == step["view.records_SR"] == records
         assert skipgram["loss"] == step["loss"] == loss and step["rows.index_A"] == index
         assert (step["lr"], step["table_step"]) == (lr, state.step)

@@ -317,9 +317,9 @@ class Kernel:
                 self._lay_out(args)
             if args:
                 self._others.pack_into(self._memory, self._bound.size, args.values())
-            threads = 1, 1, THREADS, 1, 1, self._shared
+            shared, pointers = self._shared, self._pointers
             for (function, launch), number in zip(self._functions, blocks, strict=True):
-                launch(function, number, *threads, stream, self._pointers, 0)
+                launch(function, number, 1, 1, THREADS, 1, 1, shared, stream, pointers, 0)
 
     def _lay_out(self, args: Mapping[str, Argument]) -> None:
         """Allocate memory for all arguments, and compile the kernel."""

@@ -26,13 +26,19 @@ AXES = {"step", "words", "seconds", "epoch"}  # values that say where a point is
 
 
 class Total:
-    """Sum of numbers that stay on the device, 8 bytes each, until it is read.
+    """Sums of numbers, for an epoch and for a line of metrics.jsonl.
 
-    They are added one by one in float64, so that the sum does not depend on when it was read.
+    The numbers stay on the device, 8 bytes each, until they are read. They are added one by one in
+    float64, so that the sums do not depend on when.
+
+    Attributes:
+        epoch, line: The sums, as they were read last.
     """
 
-    def __init__(self, start: float = 0):
-        self._sum = start
+    def __init__(self, epoch: float = 0, line: float = 0, before: Total | None = None):
+        self.epoch = epoch
+        self.line = line
+        self._before = before  # whose line goes on here
         self._numbers: list[Tensor] = []
         self._stacks: list[Tensor] = []
 
@@ -44,14 +50,19 @@ class Total:
             self._numbers = []
 
     def read(self) -> float:
-        """Return the sum so far; waits for the device."""
+        """Return the sum of the epoch so far; waits for the device."""
+        if self._before:
+            self._before.read()
+            self.line = self._before.line
+            self._before = None
         waiting = self._stacks + [number[None] for number in self._numbers]
         if waiting:
             for number in torch.cat(waiting).tolist():
-                self._sum += number
+                self.epoch += number
+                self.line += number
         self._stacks = []
         self._numbers = []
-        return self._sum
+        return self.epoch
 
 
 class LinkUse(NamedTuple):
@@ -121,11 +132,8 @@ class Metrics(contextlib.AbstractContextManager):
         self._total_words = total_words
         self._log_seconds = log_seconds
 
-        # Sums since the last line, and of the epoch so far.
-        self._line_loss = Total(saved.loss)
-        self._line_pairs = Total(saved.pairs)
-        self._epoch_loss = Total(saved.epoch_loss)
-        self._epoch_pairs = Total(saved.epoch_pairs)
+        self._loss = Total(saved.epoch_loss, saved.loss)
+        self._pairs = Total(saved.epoch_pairs, saved.pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
 
         # State at the last line.
@@ -161,10 +169,8 @@ class Metrics(contextlib.AbstractContextManager):
 
     def update(self, loss: Tensor, pairs: Tensor, words: int) -> None:
         """Count a step, after which `words` raw words are done, without waiting."""
-        self._line_loss.add(loss)
-        self._line_pairs.add(pairs)
-        self._epoch_loss.add(loss)
-        self._epoch_pairs.add(pairs)
+        self._loss.add(loss)
+        self._pairs.add(pairs)
         self.step += 1
         # After a resume on another number of ranks, unfinished chunks are read again.
         self._logged_words -= max(0, self.words - words)
@@ -179,9 +185,9 @@ class Metrics(contextlib.AbstractContextManager):
         # Waiting for the device now would leave it idle until the next page is planned.
         seconds = round(time.monotonic() - self._start, 3)
         line = {"epoch": epoch, "words": self.words, "seconds": seconds}
-        self._ended.append((line, self._epoch_loss, self._epoch_pairs))
-        self._epoch_loss = Total()
-        self._epoch_pairs = Total()
+        self._ended.append((line, self._loss, self._pairs))
+        self._loss = Total(before=self._loss)
+        self._pairs = Total(before=self._pairs)
 
     @property
     def due(self) -> bool:
@@ -205,8 +211,7 @@ class Metrics(contextlib.AbstractContextManager):
             if self._logged_words:  # the first step may have waited for compilation
                 text += f"  {(self._total_words - self.words) / rate:.0f} s left"
             log.info(text)
-        self._line_loss = Total()
-        self._line_pairs = Total()
+        self._loss.line = self._pairs.line = 0
         self._logged = now
         self._logged_words = self.words
         self._logged_link = self._link()
@@ -221,12 +226,12 @@ class Metrics(contextlib.AbstractContextManager):
             step=self.step,
             words=self.words,
             seconds=self.seconds,
-            loss=self._line_loss.read(),
-            pairs=int(self._line_pairs.read()),
+            loss=self._loss.line,
+            pairs=int(self._pairs.line),
             mean_loss=self.loss,
             last_epoch_loss=self.epoch_loss,
-            epoch_loss=self._epoch_loss.read(),
-            epoch_pairs=int(self._epoch_pairs.read()),
+            epoch_loss=self._loss.epoch,
+            epoch_pairs=int(self._pairs.epoch),
             logged_words=self._logged_words,
             logged_seconds=self._logged - self._start,
             bytes=os.fstat(self._file.fileno()).st_size,
@@ -273,9 +278,10 @@ class Metrics(contextlib.AbstractContextManager):
                 self.epoch_loss = epoch_loss.read() / pairs
                 self.append(line | {"loss": self.epoch_loss})
         self._ended.clear()
-        loss = self._line_loss.read()
-        if pairs := self._line_pairs.read():
-            self.loss = loss / pairs
+        self._loss.read()
+        self._pairs.read()
+        if self._pairs.line:
+            self.loss = self._loss.line / self._pairs.line
         self.seconds = time.monotonic() - self._start
         use, before = self._link(), self._logged_link
         rate = (use.bytes - before.bytes) / max(self._start + self.seconds - self._logged, 1e-9)

@@ -12,6 +12,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from w2v.word2vec.batch import (
     RowGrads,
     StepShape,
     StepState,
+    Tree,
     Update,
     max_batch_rows,
     zeros_by_step,
@@ -156,14 +158,19 @@ class CudaKernels(Kernels):
         self._listed_counts = zeros_by_step(shape.device, (torch.int64, ()))
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
-        # What launches read, and what was bound for batches of a form.
+        # What launches read: the batch, and where rows are.
         self._batch: Batch | None = None
+        self._text: tuple = (None, None)
+        self._chunk = StructBuffer("batch.cuh", "Chunk")
+        self._drawn = StructBuffer("batch.cuh", "Drawn")
+        self._view = StructBuffer("element.cuh", "View", ELEMENTS[shape.dtype])
+        self._listed_rows, self._grad_rows, self._step_rows = (
+            StructBuffer("unique.cuh", "RowGrads") for _ in range(3)
+        )
+        # What they were bound for.
         self._form: tuple = ()
         self._most_centers = -1
         self._stepped: tuple = ()
-        self._batch_struct = StructBuffer("batch.cuh", "Batch")
-        self._view_struct = StructBuffer("element.cuh", "View", ELEMENTS[shape.dtype])
-        self._rows_struct = StructBuffer("unique.cuh", "RowGrads")
 
     def list_rows(self, batch: Batch) -> Tensor:
         shape = self.shape
@@ -199,8 +206,8 @@ class CudaKernels(Kernels):
         # Windows slide over consecutive centers of a warp, so no more blocks than run at a time.
         # Kernels that move rows may keep a block waiting: then they are many, and short.
         per_processor = BLOCKS_AT_ONCE if self._shared and view.slot_of_A is None else 8
-        self._view_struct.set(view)
-        self._rows_struct.set(grads.rows)
+        self._view.set(view)
+        self._grad_rows.set(grads.rows)
         self._launch_gradients(
             blocks_for(32 * batch.windows_B.shape[0], per_processor),
             row_width=view.records_SR.shape[1],
@@ -216,8 +223,8 @@ class CudaKernels(Kernels):
         if stepped != self._stepped:
             self._bind_step(*stepped)
             self._stepped = stepped
-        self._view_struct.set(view)
-        self._rows_struct.set(grads.rows)
+        self._view.set(view)
+        self._step_rows.set(grads.rows)
         self._launch_step(
             # An upper bound: the number of rows is known on the device alone.
             blocks_for(32 * grads.rows.grad_UD.shape[0]),
@@ -228,6 +235,7 @@ class CudaKernels(Kernels):
             loss=grads.loss,
             this_step=state.step << FAULT_BITS,
         )
+
     @functools.cached_property
     def _own_rows(self) -> Spans:
         """The rows of this rank, as `find_rows` takes them."""
@@ -253,25 +261,23 @@ class CudaKernels(Kernels):
         if batch is self._batch:
             return
         centers, negatives = batch.negatives_BK.shape
+        text = batch.words_n, batch.sentences_n
+        if not all(map(operator.is_, text, self._text)):
+            chunk = c_struct("batch.cuh", "Chunk")
+            words = len(batch.words_n)
+            self._chunk.set(chunk(words=batch.words_n, sentences=batch.sentences_n, length=words))
+            self._text = text
         form = batch.window, negatives, batch.pool, batch.objective
         if centers > self._most_centers or not all(map(operator.is_, form, self._form)):
             self._bind(batch)
             self._form, self._most_centers = form, centers
-        tree = batch.objective.tree
-        begin_V, nodes_P, codes_P, _ = tree or (None, None, None, 0)
-        struct = c_struct("batch.cuh", "Batch")(
-            words=batch.words_n,
-            sentences=batch.sentences_n,
-            length=batch.words_n.shape[0],
+        drawn = c_struct("batch.cuh", "Drawn")(
             first=batch.first,
             centers=centers,
             windows=batch.windows_B,
             negatives=batch.negatives_BK,
-            path_begin=begin_V,
-            nodes=nodes_P,
-            codes=codes_P,
         )
-        self._batch_struct.set(struct)
+        self._drawn.set(drawn)
         self._batch = batch
 
     def _bind(self, batch: Batch) -> None:
@@ -288,9 +294,14 @@ class CudaKernels(Kernels):
             "TARGETS": self._targets,
             "PATHS": int(tree is not None),
         }
-        read = {"rows": self._rows_struct, "batch": self._batch_struct}
-        self._launch_list = kernel("unique.cu", "unique_rows", **macros).bind(**read)
-        self._launch_mark = kernel("unique.cu", "mark", **macros).bind(batch=self._batch_struct)
+        read: dict[str, Any] = {
+            "chunk": self._chunk,
+            "drawn": self._drawn,
+            "tree": tree or Tree(None, None, None, 0),
+        }
+        self._launch_mark = kernel("unique.cu", "mark", **macros).bind(**read)
+        listing = kernel("unique.cu", "unique_rows", **macros)
+        self._launch_list = listing.bind(rows=self._listed_rows, **read)
         self._shared = 0 if cbow or tree else window_bytes(batch.window, self.shape.dim)
         self._launch_gradients = kernel(
             "gradients.cu",
@@ -304,14 +315,14 @@ class CudaKernels(Kernels):
             SHARED=self._shared,
             WEIGHTED=weighted,
             CBOW=int(cbow),
-        ).bind(view=self._view_struct, borrowed=self._borrowed, **read)
+        ).bind(view=self._view, rows=self._grad_rows, borrowed=self._borrowed, **read)
 
     def _list_unique(self, rows: RowGrads) -> None:
         """List the unique rows of the batch, in buffers.
 
         Before, indices are -1 and the count 0.
         """
-        self._rows_struct.set(rows)
+        self._listed_rows.set(rows)
         self._launch_list(self._list_blocks)
 
     def _with_sums(self, rows: RowGrads) -> Grads:
@@ -323,8 +334,8 @@ class CudaKernels(Kernels):
         self._launch_step = step_kernel(
             optimizer, self.shape.dtype, self.shape.dim, self._peers
         ).bind(
-            view=self._view_struct,
-            rows=self._rows_struct,
+            view=self._view,
+            rows=self._step_rows,
             dim=self.shape.dim,
             step_column=step_column,
             cap=optimizer.occurrence_cap,

@@ -161,14 +161,10 @@ class CudaPeerKernels(CudaKernels):
             me=rank,
             most=self._most,
         )
-        self._mark_listed = [
-            self._kernel("mark_listed").bind(
-                rows=rows,
-                next_count=self._counts[(slot + 1) % len(self._lists)],
-                rows_each=shape.shard_rows,
-            )
-            for slot, rows in enumerate(self._lists)
-        ]
+        self._mark_listed = self._kernel("mark_listed").bind(
+            rows=self._listed_rows, rows_each=shape.shard_rows
+        )
+        self._meet_to_step = self._kernel("meet_to_step").bind(peers=self._peers_N, me=rank)
         self._mark_blocks, self._borrow_blocks = blocks_for(self._most), blocks_for(4 * self._most)
 
     def list_page(self, page: Sequence[Batch]) -> list[int]:
@@ -212,10 +208,8 @@ class CudaPeerKernels(CudaKernels):
         `optimizer_step` reads those. Loss, pairs and fault become those of all ranks.
         """
         self._meetings += 1
-        self._kernel("meet_to_step")(
+        self._meet_to_step(
             1,
-            peers=self._peers_N,
-            me=self._rank,
             fault=fault,
             loss=grads.loss,
             pairs=grads.pairs,
@@ -234,7 +228,8 @@ class CudaPeerKernels(CudaKernels):
         slot = self._lists_made % len(self._lists)
         self._lists_made += 1
         self._list_unique(self._lists[slot])
-        self._mark_listed[slot](self._mark_blocks, marks=marks_NA)
+        following = self._lists[self._lists_made % len(self._lists)]
+        self._mark_listed(self._mark_blocks, next_count=following.row_count, marks=marks_NA)
         return slot
 
 

@@ -12,14 +12,24 @@ struct Path {
     int length;
 };
 
-struct Batch {
+struct Chunk {
     const int *words, *sentences;  // word and sentence id at each position of the text
-    long long length, first, centers;
-    const int *windows, *negatives;
-    OPTIONAL const long long* path_begin;  // of each word; null without a tree, as those below
-    OPTIONAL const int* nodes;
-    OPTIONAL const unsigned char* codes;
+    long long length;
+};
 
+struct Drawn {
+    long long first, centers;
+    const int *windows, *negatives;
+};
+
+struct Tree {  // of word2vec/batch.py; null without a tree
+    OPTIONAL const long long* begin_V;
+    OPTIONAL const int* nodes_P;
+    OPTIONAL const unsigned char* codes_P;
+    long long depth;
+};
+
+struct Batch : Chunk, Drawn, Tree {
     // Return the row at window position o (offset -WINDOW..-1, 1..WINDOW); -1 if there is none.
     __device__ int context(long long center, int o) const {
         const int offset = o < WINDOW ? o - WINDOW : o - WINDOW + 1;
@@ -48,14 +58,14 @@ struct Batch {
     __device__ Path path(long long center) const {
         if (!PATHS) return {0, 0};
         const int word = words[first + center];
-        const long long begin = path_begin[word];
-        return {begin, (int)(path_begin[word + 1] - begin)};
+        const long long begin = begin_V[word];
+        return {begin, (int)(begin_V[word + 1] - begin)};
     }
 
     // Return the row of target t: the center, its negatives, then the nodes of its path; -1 for a
     // negative that equals the center.
     __device__ int target(long long center, int t, Path path) const {
-        if (PATHS && t >= TARGETS) return 2 * nodes[path.begin + t - TARGETS] + 1;
+        if (PATHS && t >= TARGETS) return 2 * nodes_P[path.begin + t - TARGETS] + 1;
         const int word = words[first + center];
         if (t == 0) return 2 * word + 1;
         const int negative = negatives[center * (TARGETS - 1) + t - 1];
@@ -65,7 +75,7 @@ struct Batch {
     // Return the label of target t: 1 for the center and where a path takes branch 0. Any t.
     __device__ bool label(int t, Path path) const {
         if (!PATHS || t < TARGETS) return t == 0;
-        return t < TARGETS + path.length && !codes[path.begin + t - TARGETS];
+        return t < TARGETS + path.length && !codes_P[path.begin + t - TARGETS];
     }
 
     // Return the row of a target that always counts.

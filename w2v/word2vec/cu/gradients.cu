@@ -211,8 +211,9 @@ struct SlidingWindow {
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) skipgram(
-    View view, RowGrads rows, long long row_width, Borrowed borrowed, Batch batch, double* loss,
-    long long* pairs) {
+    View view, RowGrads rows, long long row_width, Borrowed borrowed, Chunk chunk, Drawn drawn,
+    Tree tree, double* loss, long long* pairs) {
+    const Batch batch = {chunk, drawn, tree};
     const auto record_of = [&](int row) {
         return record_at(row, view, rows, row_width, borrowed);
     };
@@ -332,8 +333,9 @@ constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loa
 // Add the loss, the number of centers with context words, and the gradients of the unique rows; if
 // COUNTED, also the number of pairs that each gradient sums.
 extern "C" __global__ void cbow(
-    View view, RowGrads rows, long long row_width, Borrowed borrowed, Batch batch, double* loss,
-    long long* pairs) {
+    View view, RowGrads rows, long long row_width, Borrowed borrowed, Chunk chunk, Drawn drawn,
+    Tree tree, double* loss, long long* pairs) {
+    const Batch batch = {chunk, drawn, tree};
     const auto record_of = [&](int row) {
         return record_at(row, view, rows, row_width, borrowed);
     };

@@ -35,13 +35,14 @@ __device__ void each_row(const Batch& batch, Visit visit) {
 }
 
 // List the unique rows that take part in a pair.
-extern "C" __global__ void unique_rows(RowGrads rows, Batch batch) {
-    each_row(batch, [&](int row) { return rows.add(row); });
+extern "C" __global__ void unique_rows(
+    RowGrads rows, Chunk chunk, Drawn drawn, Tree tree) {
+    each_row({chunk, drawn, tree}, [&](int row) { return rows.add(row); });
 }
 
 // Mark those rows. Reading first avoids most writes, which would repeat for frequent words.
-extern "C" __global__ void mark(Batch batch, bool* marks) {
-    each_row(batch, [&](int row) {
+extern "C" __global__ void mark(Chunk chunk, Drawn drawn, Tree tree, bool* marks) {
+    each_row({chunk, drawn, tree}, [&](int row) {
         if (marks[row]) return false;
         return marks[row] = true;
     });

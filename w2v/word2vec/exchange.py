@@ -18,7 +18,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,72 +30,55 @@ from w2v.rows.shard import Requests, sent_ahead
 from w2v.word2vec.batch import SUMS, Batch, Grads, RowGrads, StepShape, StepState, zeros_by_step
 from w2v.word2vec.kernels import Kernels
 
-Rows = TypeVar("Rows")  # what an exchange knows of a batch's rows
-
 
 @dataclass(frozen=True, eq=False)
-class PlannedBatch(Generic[Rows]):
+class PlannedBatch:
     """A batch whose page is planned."""
 
     batch: Batch
-    rows: Rows
-
-
-class Exchange(Protocol[Rows]):
-    """Plans pages, and exchanges weights and gradients with other ranks."""
-
-    def start(self, batches: Iterator[Batch]) -> None:
-        """Begin an epoch, on the planning stream."""
-        return
-
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Rows]]:
-        """Return the next page's batches; an empty list at the end."""
-
-    def mark(self, page: list[PlannedBatch[Rows]], marks_A: Tensor) -> None:
-        """Set the marks of this rank's rows that the page touches on any rank."""
-
-    def borrow(self, planned: PlannedBatch[Rows], view: View) -> tuple[Grads, View]:
-        """Return zero gradients of a batch's rows, and where their weights are."""
-
-    def reduce(self, grads: Grads) -> Grads:
-        """Return the gradients of this rank's own rows, summed over all ranks."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of rows that have gone to other ranks so far."""
+    rows: Any  # what the exchange knows of them
 
 
 @dataclass(eq=False)
-class LocalExchange(Exchange[Grads | None]):
-    """Exchange of one process, which owns every row.
+class Exchange:
+    """Plans pages, and exchanges rows with other ranks: here with none.
 
     Rows of a batch are None where the step finds them.
     """
 
     kernels: Kernels
     batches_per_page: int
-    bytes_sent = 0
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Grads | None]]:
+    def start(self, batches: Iterator[Batch]) -> None:
+        """Begin an epoch, on the planning stream."""
+
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        """Return the next page's batches; an empty list at the end."""
         page = islice(batches, self.batches_per_page)
         if not self.kernels.plans_rows:
             return [PlannedBatch(batch, None) for batch in page]
         return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
 
-    def mark(self, page: list[PlannedBatch[Grads | None]], marks_A: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
+        """Set the marks of this rank's rows that the page touches on any rank."""
         for planned in page:
             if planned.rows is None:
                 self.kernels.mark(planned.batch, marks_A)
             else:
                 marks_A.index_fill_(0, planned.rows.rows.unique_rows().long(), True)
 
-    def borrow(self, planned: PlannedBatch[Grads | None], view: View) -> tuple[Grads, View]:
-        if planned.rows is None:
-            return self.kernels.unique_rows(planned.batch), view
-        return planned.rows, view
+    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
+        """Return zero gradients of a batch's rows, and where their weights are."""
+        return planned.rows or self.kernels.unique_rows(planned.batch), view
 
     def reduce(self, grads: Grads) -> Grads:
+        """Return the gradients of this rank's own rows, summed over all ranks."""
         return grads
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of rows that have gone to other ranks so far."""
+        return 0
 
 
 class Route:
@@ -150,15 +133,13 @@ class Route:
 
 
 @dataclass(eq=False)
-class RankExchange(Exchange[Route]):
+class RankExchange(Exchange):
     """Exchange of several ranks, by all-to-all; all make the same calls."""
 
-    kernels: Kernels
-    batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     ranks: Ranks
     shape: StepShape  # of the whole tables
-    _pages: Iterator[list[PlannedBatch[Route]]] = field(init=False)
+    _pages: Iterator[list[PlannedBatch]] = field(init=False)
     _route: Route = field(init=False)  # of the current batch
 
     def __post_init__(self) -> None:
@@ -168,7 +149,7 @@ class RankExchange(Exchange[Route]):
         self._sums = zeros_by_step(shape.device, *SUMS)
 
     def start(self, batches: Iterator[Batch]) -> None:
-        def draw() -> tuple[list[PlannedBatch[Route]], list[Route]]:
+        def draw() -> tuple[list[PlannedBatch], list[Route]]:
             page = list(islice(batches, self.batches_per_page))
             if not page:
                 raise StopIteration
@@ -176,21 +157,21 @@ class RankExchange(Exchange[Route]):
             planned = zip(page, routes, strict=True)
             return [PlannedBatch(batch, route) for batch, route in planned], routes
 
-        def request() -> Requests[list[PlannedBatch[Route]]]:
+        def request() -> Requests[list[PlannedBatch]]:
             # A process group of its own: ids need not wait for the weights and gradients of steps.
             device, lists = self.shape.device, self.batches_per_page
             return Requests(self.ranks, device, lists, draw, group="prefetch")
 
         self._pages = sent_ahead(request)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Route]]:
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         return next(self._pages, [])
 
-    def mark(self, page: list[PlannedBatch[Route]], marks_A: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         for planned in page:
             marks_A.index_fill_(0, planned.rows.ids_M, True)
 
-    def borrow(self, planned: PlannedBatch[Route], view: View) -> tuple[Grads, View]:
+    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
         self._route = route = planned.rows
         weight_SD = view.records_SR[:, : self.shape.dim]
         weight_MD = weight_SD.index_select(0, view.slots(route.ids_M))

@@ -35,14 +35,13 @@ from w2v.word2vec.exchange import Exchange, PlannedBatch
 
 
 @dataclass(eq=False)
-class PeerExchange(Exchange[int]):
+class PeerExchange(Exchange):
     """Exchange of ranks on GPUs of one host.
 
     What it knows of a batch's rows is a slot of `CudaPeerKernels`.
     """
 
     kernels: CudaPeerKernels
-    batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     memory: InitVar[PeerMemory]
     view: InitVar[View]  # the records of all pages
@@ -51,15 +50,15 @@ class PeerExchange(Exchange[int]):
         addresses = memory.addresses(self.kernels.shared(view))
         self.kernels.join(memory.rank, addresses, view)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[int]]:
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         page = list(islice(batches, self.batches_per_page))
         slots = self.kernels.list_page(page)
         return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
 
-    def mark(self, page: list[PlannedBatch[int]], marks_A: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         self.kernels.mark_owned(marks_A)
 
-    def borrow(self, planned: PlannedBatch[int], view: View) -> tuple[Grads, View]:
+    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
         return self.kernels.borrow(planned.rows), view
 
     def reduce(self, grads: Grads) -> Grads:

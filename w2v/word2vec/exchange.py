@@ -15,7 +15,7 @@ of a buffer, N ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -49,12 +49,14 @@ class Exchange:
     kernels: Kernels
     batches_per_page: int
 
-    def start(self, batches: Iterator[Batch]) -> None:
-        """Begin an epoch, on the planning stream."""
+    def pages(self, batches: Iterable[Batch]) -> Iterator[list[PlannedBatch]]:
+        """Yield the batches of an epoch, page by page."""
+        batches = iter(batches)
+        while page := list(islice(batches, self.batches_per_page)):
+            yield self.plan(page)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        """Return the next page's batches; an empty list at the end."""
-        page = islice(batches, self.batches_per_page)
+    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
+        """Begin to find the rows of a page."""
         if not self.kernels.plans_rows:
             return [PlannedBatch(batch, None) for batch in page]
         return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
@@ -139,7 +141,6 @@ class RankExchange(Exchange):
     state: StepState  # its fault is shared with the other ranks
     ranks: Ranks
     shape: StepShape  # of the whole tables
-    _pages: Iterator[list[PlannedBatch]] = field(init=False)
     _route: Route = field(init=False)  # of the current batch
 
     def __post_init__(self) -> None:
@@ -148,24 +149,20 @@ class RankExchange(Exchange):
         self._index_A = torch.zeros(shape.rows, dtype=torch.int32, device=shape.device)
         self._sums = zeros_by_step(shape.device, *SUMS)
 
-    def start(self, batches: Iterator[Batch]) -> None:
+    def pages(self, batches: Iterable[Batch]) -> Iterator[list[PlannedBatch]]:
+        planned = super().pages(batches)
+        ranks, device, lists = self.ranks, self.shape.device, self.batches_per_page
+
         def draw() -> tuple[list[PlannedBatch], list[Route]]:
-            page = list(islice(batches, self.batches_per_page))
-            if not page:
-                raise StopIteration
-            routes = [Route(self.kernels.list_rows(batch), self.ranks.size) for batch in page]
-            planned = zip(page, routes, strict=True)
-            return [PlannedBatch(batch, route) for batch, route in planned], routes
+            page = next(planned)
+            return page, [each.rows for each in page]
 
-        def request() -> Requests[list[PlannedBatch]]:
-            # A process group of its own: ids need not wait for the weights and gradients of steps.
-            device, lists = self.shape.device, self.batches_per_page
-            return Requests(self.ranks, device, lists, draw, group="prefetch")
+        # A process group of its own: ids need not wait for the weights and gradients of steps.
+        return sent_ahead(lambda: Requests(ranks, device, lists, draw, group="prefetch"))
 
-        self._pages = sent_ahead(request)
-
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        return next(self._pages, [])
+    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
+        routes = [Route(self.kernels.list_rows(batch), self.ranks.size) for batch in page]
+        return list(map(PlannedBatch, page, routes))
 
     def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         for planned in page:

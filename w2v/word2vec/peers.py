@@ -4,7 +4,7 @@ CUDA maps the memory of another process's GPU to addresses of this process, for 
 their own, over NVLink or PCIe (CUDA IPC; CUDA C++ Programming Guide, "Interprocess Communication").
 Kernels wait for the other ranks, so that the CPU takes no part in the exchange:
 
-    next_page    list the unique rows of the page's batches
+    plan         list the unique rows of the page's batches
     mark         once all ranks have marked what they list, find the own rows among these
     borrow       once all ranks have stepped their rows, read weights from their owners, and find
                  the own rows in the lists of all ranks
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -50,10 +49,8 @@ class PeerExchange(Exchange):
         addresses = memory.addresses(self.kernels.shared(view))
         self.kernels.join(memory.rank, addresses, view)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        page = list(islice(batches, self.batches_per_page))
-        slots = self.kernels.list_page(page)
-        return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
+    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
+        return list(map(PlannedBatch, page, self.kernels.list_page(page)))
 
     def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         self.kernels.mark_owned(marks_A)
@@ -172,8 +169,6 @@ class CudaPeerKernels(CudaKernels):
 
     def list_page(self, page: Sequence[Batch]) -> list[int]:
         """List the unique rows of a page's batches; return the slot of each."""
-        if not page:
-            return []
         self._pages += 1
         marks_NA = None
         if self._marks is not None:

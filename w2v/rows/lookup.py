@@ -80,10 +80,11 @@ class LookUp:
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             parts = len(spans) * len(spans[0].first_rows)
+            unequal = () if each else tuple(counts)
             self._readback = Readback(ops.numbers_of(parts))
             found = ops.find_rows(
                 joined(ids, group.device),
-                _spans_of(tuple(spans), () if each else tuple(counts), group.device),
+                _spans_of(tuple(spans), unequal, group.device, current_stream()),
                 each,
                 self._readback.numbers,
                 is_filled,
@@ -400,7 +401,12 @@ def make_current(look_up: LookUp) -> None:
                 cache.make_current(rows_U)
 
 
-_spans_of = functools.lru_cache(maxsize=64)(ops.Spans.of)
+@functools.lru_cache(maxsize=64)
+def _spans_of(
+    spans: Sequence[ops.Span], counts: Sequence[int], device: torch.device, _: torch.cuda.Stream
+) -> ops.Spans:
+    """Return tables for look-ups on a stream, by which they are copied."""
+    return ops.Spans.of(spans, counts, device)
 
 
 # Copy ids to the GPU, and small results back, without synchronizing.

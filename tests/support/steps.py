@@ -75,7 +75,7 @@ def make_step(
         assert not memory.obstacle(device)
         exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.view())
     elif ranks is not SINGLE:
-        exchange = RankExchange(kernels, steps_per_page, state, ranks, shape)
+        exchange = RankExchange(kernels, steps_per_page, state, ranks, table)
     return TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)
 
 

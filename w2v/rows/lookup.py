@@ -65,6 +65,7 @@ class LookUp:
         given: Sequence[Ids],  # of each table; with `are_rows`, rows of all in any order
         is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
+        has_gaps: bool = False,  # of a GPU: -1 is no id
     ):
         self.group, self.spans = group, spans
         self.computed: dict[int, tuple[Tensor, tuple[int, int]]] = {}
@@ -89,6 +90,7 @@ class LookUp:
                 self._readback.numbers,
                 is_filled,
                 are_rows,
+                has_gaps,
             )
             self.places_N, self.rows_N, self.narrow_N, self.known, self.last_N = found
             self._readback.launched()

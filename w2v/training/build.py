@@ -78,7 +78,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     if peers:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
     elif plan.ranks.size > 1:
-        exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape)
+        exchange = RankExchange(kernels, paging.steps, state, plan.ranks, table)
     how = plan.optimizer, state, planning, plan.subwords, plan.ranks
     step = TrainingStep(table, kernels, engine, exchange, *how)
     return_freed_memory()

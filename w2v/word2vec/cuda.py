@@ -7,7 +7,6 @@ Shapes: B centers, K negatives, V words, A rows, U unique rows, D dimensions, S 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from w2v.rows import launch
 from w2v.rows.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel, shared_bytes
-from w2v.rows.ops import Span, Spans, View, find_rows, no_places, numbers_of, step_kernel
-from w2v.rows.shard import sum_by_row
+from w2v.rows.ops import View, no_places, step_kernel
 from w2v.system.random import signed
 from w2v.word2vec import reference
 from w2v.word2vec.batch import (
@@ -266,26 +264,6 @@ class CudaKernels(Kernels):
             loss=grads.loss,
             this_step=state.step << FAULT_BITS,
         )
-
-    @functools.cached_property
-    def _own_rows(self) -> Spans:
-        """The rows of this rank, as `find_rows` takes them."""
-        return Spans.of([Span(self.shape.shard_rows, None, (0,))], [], self.shape.device)
-
-    def sum_by_row(
-        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
-    ) -> RowGrads:
-        shape, device = self.shape, self.shape.device
-        if not len(ids_M):
-            return with_room(None, 1, 0, shape)
-        numbers = torch.empty(numbers_of(1), dtype=torch.int64, pin_memory=True)
-        found = find_rows(ids_M, self._own_rows, len(ids_M), numbers, are_rows=True)
-        grad_UD = torch.zeros(grad_MD.shape, device=device)
-        sum_by_row(grad_MD, found.places_N, received, grad_UD)
-        pairs_U = torch.zeros(len(ids_M), dtype=torch.int32, device=device)
-        if pairs_M is not None:
-            sum_by_row(pairs_M, found.places_N, received, pairs_U)
-        return RowGrads(None, found.narrow_N, grad_UD, pairs_U, found.known[0])
 
     def _list_unique(self, batch: Batch, rows: RowGrads, slot: int = 0) -> None:
         """List the unique rows of a batch, in the buffers of a slot."""

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import Ranks
-from w2v.rows.lookup import Readback
-from w2v.rows.ops import View
-from w2v.rows.shard import Requests, sent_ahead
+from w2v.rows.group import RowGroup
+from w2v.rows.ops import Span, View
+from w2v.rows.shard import Requests, RoutedLookUp, send_gradients, send_weights, sent_ahead
+from w2v.rows.table import Table
 from w2v.word2vec.batch import SUMS, Batch, Grads, RowGrads, StepShape, StepState, zeros_by_step
 from w2v.word2vec.kernels import Kernels
 
@@ -83,55 +84,27 @@ class Exchange:
         return 0
 
 
-class Route:
-    """Rows of a batch by owner, and the rows that ranks request of this one.
-
-    Both rows of word v belong to rank v % N, whose rows 2 (v // N) and 2 (v // N) + 1 they are.
+class BatchRows(RoutedLookUp):
+    """Look-up of the unique rows of a batch, both of word w at rank w % N.
 
     Attributes:
-        ids_M: The rows of this rank that all request, rank after rank.
-        received: How many each requests.
+        listed: The rows, and -1 in the rest of a buffer; once those of other ranks are received, in
+            the order of their weights: int64 [U].
     """
 
-    ids_M: Tensor
-    received: list[int]
-    _sent: Sequence[int] = ()
+    def __init__(self, listed_X: Tensor, group: RowGroup, shape: StepShape):
+        self.listed = listed_X
+        # Numbered so that row v is row v // N of rank v % N.
+        size, words_X = shape.world_size, listed_X // 2
+        numbers_X = (words_X // size * 2 + listed_X % 2) * size + words_X % size
+        span = Span(shape.shard_rows * size, None, (0,) * size)
+        super().__init__(group, [span], [numbers_X], has_gaps=True)
 
-    def __init__(self, listed_X: Tensor, size: int):
-        """`listed_X`: the unique rows, and -1 in the rest of a buffer."""
-        owner_X = torch.where(listed_X < 0, size, listed_X // 2 % size)
-        owner_X, order_X = torch.sort(owner_X, stable=True)
-        self._rows_X = listed_X.index_select(0, order_X)
-        self._ids_X = self._rows_X // 2 // size * 2 + self._rows_X % 2
-        edges_E = torch.searchsorted(owner_X, torch.arange(size + 1, device=owner_X.device))
-        self._numbers_E = edges_E  # in CPU memory, once they have arrived
-        self._readback: Readback | None = None
-        if edges_E.is_cuda:
-            self._readback = Readback(size + 1)
-            self._numbers_E = self._readback.numbers.copy_(edges_E, non_blocking=True)
-            self._readback.launched()
-
-    def sent(self) -> Sequence[int]:
-        """Wait for the rows; return how many of them each rank owns."""
-        if not self._sent:
-            if self._readback:
-                self._readback.read()  # waits for them
-            self._sent = self._numbers_E.diff().tolist()
-            self._readback = None
-        return self._sent
-
-    def wait(self) -> Tensor:
-        """Return the rows by their numbers at their owners: int64 [U]."""
-        return self._ids_X[: sum(self.sent())]
-
-    @property
-    def rows_U(self) -> Tensor:
-        """Return the rows, sorted by owner: int64."""
-        return self._rows_X[: sum(self.sent())]
-
-    def receive(self, rows_M: Tensor, received: list[int]) -> None:
-        """Take the rows that ranks request of this one."""
-        self.ids_M, self.received = rows_M, received
+    def receive(self, ranks: Ranks, rows_M: Tensor, received: list[int]) -> None:
+        super().receive(ranks, rows_M, received)
+        listed_U = self.listed[: len(self.wait())]
+        places_U = self.places_N[: len(listed_U)]
+        self.listed = torch.empty_like(listed_U).index_copy_(0, places_U, listed_U)
 
 
 @dataclass(eq=False)
@@ -140,20 +113,21 @@ class RankExchange(Exchange):
 
     state: StepState  # its fault is shared with the other ranks
     ranks: Ranks
-    shape: StepShape  # of the whole tables
-    _route: Route = field(init=False)  # of the current batch
+    table: Table  # this rank's rows
+    _rows: BatchRows = field(init=False)  # of the current batch
 
     def __post_init__(self) -> None:
-        shape = self.shape
+        shape = self.kernels.shape
+        self._group = RowGroup(self.table, shape.device)
         # Where each row of the current batch is among the borrowed ones.
         self._index_A = torch.zeros(shape.rows, dtype=torch.int32, device=shape.device)
         self._sums = zeros_by_step(shape.device, *SUMS)
 
     def pages(self, batches: Iterable[Batch]) -> Iterator[list[PlannedBatch]]:
         planned = super().pages(batches)
-        ranks, device, lists = self.ranks, self.shape.device, self.batches_per_page
+        ranks, device, lists = self.ranks, self.kernels.shape.device, self.batches_per_page
 
-        def draw() -> tuple[list[PlannedBatch], list[Route]]:
+        def draw() -> tuple[list[PlannedBatch], list[BatchRows]]:
             page = next(planned)
             return page, [each.rows for each in page]
 
@@ -161,36 +135,35 @@ class RankExchange(Exchange):
         return sent_ahead(lambda: Requests(ranks, device, lists, draw, group="prefetch"))
 
     def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
-        routes = [Route(self.kernels.list_rows(batch), self.ranks.size) for batch in page]
-        return list(map(PlannedBatch, page, routes))
+        kernels = self.kernels
+        rows = [BatchRows(kernels.list_rows(batch), self._group, kernels.shape) for batch in page]
+        return list(map(PlannedBatch, page, rows))
 
     def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         for planned in page:
-            marks_A.index_fill_(0, planned.rows.ids_M, True)
+            marks_A.index_fill_(0, planned.rows.rows_M, True)
 
     def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
-        self._route = route = planned.rows
-        weight_SD = view.records_SR[:, : self.shape.dim]
-        weight_MD = weight_SD.index_select(0, view.slots(route.ids_M))
-        # Weights go where ids came from, so that sent and received change places.
-        weight_UD = self.ranks.all_to_all(weight_MD, route.received, route.sent())
-        rows_U = route.rows_U
+        self._rows = found = planned.rows
+        weight_SD = view.records_SR[:, : self.kernels.shape.dim]
+        weight_MD = weight_SD.index_select(0, view.slots(found.rows_M))
+        (weight_UD,) = send_weights([found], [weight_MD])
+        rows_U = found.listed
         index_U = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
         self._index_A.index_copy_(0, rows_U, index_U)
         grad_dtype = torch.promote_types(weight_UD.dtype, torch.float32)
         grad_UD = torch.zeros(weight_UD.shape, dtype=grad_dtype, device=rows_U.device)
-        pairs_U = torch.zeros_like(index_U) if self.shape.count_pairs else None
+        pairs_U = torch.zeros_like(index_U) if self.kernels.shape.count_pairs else None
         rows = RowGrads(self._index_A, rows_U.int(), grad_UD, pairs_U, None)
         loss, pairs = next(self._sums)
         return Grads(rows, loss, pairs), View(weight_UD, self._index_A)
 
     def reduce(self, grads: Grads) -> Grads:
-        route = self._route
-        grad_MD = self.ranks.all_to_all(grads.rows.grad_UD, route.sent(), route.received)
+        (grad_MD,) = send_gradients([self._rows], [grads.rows.grad_UD])
         pairs_M = None
         if grads.rows.pairs_U is not None:
-            pairs_M = self.ranks.all_to_all(grads.rows.pairs_U, route.sent(), route.received)
-        rows = self.kernels.sum_by_row(route.ids_M, route.received, grad_MD, pairs_M)
+            (pairs_M,) = send_gradients([self._rows], [grads.rows.pairs_U])
+        rows = self.kernels.sum_by_row(self._rows, grad_MD, pairs_M)
         loss, pairs = self._share_facts(grads)
         return Grads(rows, loss, pairs)
 

@@ -16,7 +16,7 @@ from w2v.rows.table import Table
 from w2v.system.resources import free_host_bytes, lockable_bytes
 from w2v.word2vec.batch import Batch, StepShape, StepState
 from w2v.word2vec.cuda import CudaKernels
-from w2v.word2vec.exchange import LocalExchange
+from w2v.word2vec.exchange import Exchange
 from w2v.word2vec.step import TrainingStep
 
 ROWS, FEW, DIM, DTYPE = 18_000_000, 2000, 128, torch.float16
@@ -106,7 +106,7 @@ def test_fused_steps_train_the_last_rows(name):
         optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.1))
         table = make_table(rows, "cuda", states=optimizer.states(DIM))
         kernels = CudaKernels(StepShape(rows // 2, DIM, DTYPE, device))
-        exchange, state = LocalExchange(kernels, 1), StepState(device)
+        exchange, state = Exchange(kernels, 1), StepState(device)
         planning = torch.cuda.Stream(device)
         engine = Engine(table)
         step = TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)

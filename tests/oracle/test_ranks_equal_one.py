@@ -26,8 +26,11 @@ from tests.support.steps import (
 )
 from w2v.config import OPTIMIZERS, OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
+from w2v.rows.group import RowGroup
 from w2v.rows.optim import FUSED_BETAS, optimizer_name
+from w2v.rows.table import Table
 from w2v.word2vec.batch import FAULT_BITS, SKIPGRAM, Batch, Objective, StepShape
+from w2v.word2vec.exchange import BatchRows
 from w2v.word2vec.huffman import make_tree
 from w2v.word2vec.reference import ReferenceKernels
 
@@ -305,13 +308,17 @@ def rows_of_ranks(kernels, batch, seed):
     """Return the rows of a batch, and sums of gradients that ranks send."""
     shape, device = kernels.shape, kernels.shape.device
     g = torch.Generator().manual_seed(seed)
-    rows_X = kernels.list_rows(batch)
-    received = [min(count, shape.shard_rows) for count in (50, 0, 1, 2000)]
-    ids_M = torch.cat([torch.randperm(shape.shard_rows, generator=g)[:count] for count in received])
-    grad_MD = torch.randn(len(ids_M), shape.dim, generator=g)
-    pairs_M = torch.randint(1, 9, (len(ids_M),), generator=g).int()
-    sums = kernels.sum_by_row(ids_M.to(device), received, grad_MD.to(device), pairs_M.to(device))
-    return rows_X[rows_X >= 0].sort().values.cpu(), sorted_grads(sums)
+    table = Table("rows", shape.shard_rows, shape.dim, {}, {}, device.type, shape.dtype)
+    ranks = Ranks()
+    ranks.size = shape.world_size
+    batch_rows = BatchRows(kernels.list_rows(batch), RowGroup(table, device), shape)
+    counts = [min(count, shape.shard_rows) for count in (50, 0, 1, 2000)]
+    rows_M = torch.cat([torch.randperm(shape.shard_rows, generator=g)[:count] for count in counts])
+    grad_MD = torch.randn(len(rows_M), shape.dim, generator=g)
+    pairs_M = torch.randint(1, 9, (len(rows_M),), generator=g).int()
+    batch_rows.receive(ranks, rows_M.to(device), counts)
+    sums = kernels.sum_by_row(batch_rows, grad_MD.to(device), pairs_M.to(device))
+    return batch_rows.sent(), batch_rows.listed.cpu(), batch_rows.wait().cpu(), sorted_grads(sums)
 
 
 @pytest.mark.parametrize(

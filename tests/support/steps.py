@@ -14,7 +14,7 @@ from w2v.rows.table import Table, uniform
 from w2v.word2vec.batch import Batch, Objective, StepShape, StepState, output_vectors
 from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
-from w2v.word2vec.exchange import LocalExchange, RankExchange
+from w2v.word2vec.exchange import Exchange, RankExchange
 from w2v.word2vec.huffman import make_tree
 from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
 from w2v.word2vec.reference import ReferenceKernels, expand
@@ -69,13 +69,13 @@ def make_step(
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     state = StepState(device)
     engine = make_engine(engine, table, slots, device)
-    exchange = LocalExchange(kernels, steps_per_page)
+    exchange = Exchange(kernels, steps_per_page)
     if peers:
         memory = PeerMemory(ranks)
         assert not memory.obstacle(device)
         exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.view())
     elif ranks is not SINGLE:
-        exchange = RankExchange(kernels, steps_per_page, state, ranks, shape)
+        exchange = RankExchange(kernels, steps_per_page, state, ranks, table)
     return TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import re
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +13,10 @@ from tests.support.processes import run_python
 from tests.support.steps import make_table, problem, with_tree
 from tests.support.structs import TYPES, as_structure
 from w2v.config import OptimizerConfig
+from w2v.distributed.ranks import Ranks
 from w2v.rows import launch, ops
 from w2v.rows.cache import RowCache
+from w2v.rows.group import RowGroup
 from w2v.rows.link import MappedLink
 from w2v.rows.moves import GpuPlanner, PageRows
 from w2v.rows.ops import Bags, Span, Spans, View
@@ -23,6 +24,7 @@ from w2v.rows.optim import Hyper, RowOptimizer
 from w2v.word2vec import cuda
 from w2v.word2vec.batch import BatchSeed, Grads, Pool, RowGrads, StepShape, StepState, Update
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
+from w2v.word2vec.exchange import BatchRows
 from w2v.word2vec.peers import CudaPeerKernels
 from w2v.word2vec.subwords import Subwords
 from w2v.word2vec.subwords_cuda import CudaSubwordKernels
@@ -189,9 +191,12 @@ def with_subwords(shape):
 def exchange_rows():
     kernels, update, view, state = make_step(ranks=2, occurrence_cap=5)
     kernels.list_rows(random_batch())
-    ids_M, grad_MD, pairs_M = torch.arange(9), torch.zeros(9, DIM), torch.zeros(9).int()
-    with mock.patch("w2v.word2vec.cuda.sum_by_row"):  # no kernel has found the places
-        rows = kernels.sum_by_row(ids_M, [4, 5], grad_MD, pairs_M)
+    ranks = Ranks()
+    ranks.size = 2
+    requested = BatchRows(torch.arange(5), RowGroup(update.table, CPU), kernels.shape)
+    requested.receive(ranks, torch.arange(9), [4, 5])
+    requested.own.narrow_N, requested.own.known = torch.arange(9).int(), torch.tensor([9, 0])
+    rows = kernels.sum_by_row(requested, torch.zeros(9, DIM), torch.zeros(9).int())
     loss, pairs = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     kernels.optimizer_step(update, view, Grads(rows, loss, pairs), state)
 
@@ -229,7 +234,7 @@ def look_up():
     readback = torch.zeros(ops.numbers_of(4), dtype=torch.int64)
     ids_N = torch.arange(6)
     ops.find_rows(ids_N, spans, 3, readback)
-    found = ops.find_rows(ids_N, spans, 3, readback, is_filled=True)
+    found = ops.find_rows(ids_N, spans, 3, readback, is_filled=True, has_gaps=True)
     ops.find_rows(ids_N, Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True)
     records_NR = torch.zeros(6, 32)
     ops.copy_repeated(found.places_N, found.last_N, records_NR)

@@ -57,7 +57,7 @@ class RowGroup:
     parts: list[tuple[Table, Link]]
     caches: list[CachedLink]
     pages_only: bool  # whether rows are cached during `PagedOptimizer.pages` only
-    layout: object
+    layout: object = None
     bags_differ = False
 
     def __init__(self, table: Table, device: torch.device, lock: threading.RLock | None = None):

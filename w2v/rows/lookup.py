@@ -65,6 +65,7 @@ class LookUp:
         given: Sequence[Ids],  # of each table; with `are_rows`, rows of all in any order
         is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
+        has_gaps: bool = False,  # of a GPU: -1 is no id
     ):
         self.group, self.spans = group, spans
         self.computed: dict[int, tuple[Tensor, tuple[int, int]]] = {}
@@ -80,14 +81,16 @@ class LookUp:
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             parts = len(spans) * len(spans[0].first_rows)
+            unequal = () if each else tuple(counts)
             self._readback = Readback(ops.numbers_of(parts))
             found = ops.find_rows(
                 joined(ids, group.device),
-                _spans_of(tuple(spans), () if each else tuple(counts), group.device),
+                _spans_of(tuple(spans), unequal, group.device, current_stream()),
                 each,
                 self._readback.numbers,
                 is_filled,
                 are_rows,
+                has_gaps,
             )
             self.places_N, self.rows_N, self.narrow_N, self.known, self.last_N = found
             self._readback.launched()
@@ -400,7 +403,12 @@ def make_current(look_up: LookUp) -> None:
                 cache.make_current(rows_U)
 
 
-_spans_of = functools.lru_cache(maxsize=64)(ops.Spans.of)
+@functools.lru_cache(maxsize=64)
+def _spans_of(
+    spans: Sequence[ops.Span], counts: Sequence[int], device: torch.device, _: torch.cuda.Stream
+) -> ops.Spans:
+    """Return tables for look-ups on a stream, by which they are copied."""
+    return ops.Spans.of(spans, counts, device)
 
 
 # Copy ids to the GPU, and small results back, without synchronizing.

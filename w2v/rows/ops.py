@@ -94,6 +94,7 @@ def find_rows(
     readback: Tensor,
     is_filled: bool = False,
     are_rows: bool = False,
+    has_gaps: bool = False,
 ) -> FoundRows:
     """Find the unique rows of ids without sorting.
 
@@ -102,7 +103,8 @@ def find_rows(
     and 1 + the place of its padding row (0: it is not there).
 
     With `is_filled`, -1 stands behind the rows, and alone if an id is no row; and the last id of
-    each row is found. With `are_rows`, ids are rows of one rank, of all tables in any order.
+    each row is found. With `are_rows`, ids are rows of one rank, of all tables in any order. With
+    `has_gaps`, -1 is no id.
     """
     assert spans.ranks == 1 or not are_rows, "rows of one rank"
     ids, device = ids_N.shape[0], ids_N.device
@@ -124,6 +126,7 @@ def find_rows(
         tables=spans.tables,
         ranks=0 if are_rows else spans.ranks,
         each=each,
+        gaps=has_gaps,
         numbers=numbers,
         before=before_W,
         unique=rows_N,

@@ -1,16 +1,16 @@
-"""Rows of paged embeddings sharded over the ranks of a process group.
+"""Rows that ranks own and exchange, of paged embeddings and of word2vec.
 
 Row v belongs to rank v % N, which holds its weight and state and steps it. All ranks take part in
 the exchanges of a batch, each of which serves all tables at once where their ids are read ahead:
 
-    send_counts  how many ids go to each rank, and whether this rank has a batch; with the ids of
-                 the batch before, if there is one
-    send_ids     the ids; each owner finds the unique rows among those that it gets
-    borrow       weights, from the owners, in the forward pass
-    reduce       gradients, to the owners, before the step
+    send_counts     how many rows are requested of each rank, and whether this rank has a batch;
+                    with the rows of the batch before, if there is one
+    send_ids        the rows
+    send_weights    from the owners, before the gradients are computed
+    send_gradients  to the owners, which sum them by row before the step
 
-`PagedOptimizer.pages` makes each of the first two a batch ahead of the next, so that the CPU does
-not wait for the GPU.
+`sent_ahead` makes each of the first two a batch ahead of the next, so that the CPU does not wait
+for the GPU. The trainer's page of several batches is one here.
 
 Shapes: U unique rows of this rank's ids, M that all ranks request of this one, L unique ones among
 these, D dimensions, N ranks, T tables.
@@ -18,10 +18,11 @@ these, D dimensions, N ranks, T tables.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,14 +50,18 @@ class RoutedLookUp(LookUp):
     """Look-up of ids among the rows of all ranks, sorted by owner.
 
     Attributes:
-        received: Number of rows that each rank requests of this one.
-        owned: The rows of each table that ranks request of this one.
+        ranks: Those that own the rows.
+        rows_M: The rows that they request of this one, rank after rank.
+        received: How many each requests.
+        owned: The same rows of each table.
         batch: The look-ups whose weights are borrowed with these, itself among them.
         unused: Indices of the tables whose weights have been borrowed and not used.
         weights_UD: Weights that `borrow` got from their owners.
     """
 
     tables: list[PagedTable]
+    ranks: Ranks
+    rows_M: Tensor
     received: list[int]
     owned: list[RowPage]
     batch: Sequence[RoutedLookUp] = ()
@@ -69,21 +74,21 @@ class RoutedLookUp(LookUp):
         of_ranks = self.begins[:: len(self.spans)]
         return [end - begin for begin, end in itertools.pairwise(of_ranks)]
 
-    def receive(self, rows_M: Tensor, received: list[int]) -> None:
-        """Look up the rows that all ranks request of this one."""
-        self.received, ranks = received, self.tables[0].ranks
+    def receive(self, ranks: Ranks, rows_M: Tensor, received: list[int]) -> None:
+        """Take the rows that all ranks request of this one."""
+        self.ranks, self.rows_M, self.received = ranks, rows_M, received
         self.unused = set()
+        self.owned = [RowPage(table.store, self.own, n) for n, table in enumerate(self.tables)]
+
+    @functools.cached_property
+    def own(self) -> LookUp:
+        """The look-up of the rows that all ranks request of this one."""
         spans = [
-            ops.Span(ranks.shard_rows(span.rows), None, (span.first_rows[ranks.rank],))
+            ops.Span(self.ranks.shard_rows(span.rows), None, (span.first_rows[self.ranks.rank],))
             for span in self.spans
         ]
         with self.group.lock:
-            found = LookUp(self.group, spans, [rows_M], are_rows=True)
-        self.owned = [RowPage(table.store, found, index) for index, table in enumerate(self.tables)]
-
-    @property
-    def own(self) -> LookUp:
-        return self.owned[0].look_up
+            return LookUp(self.group, spans, [self.rows_M], are_rows=True)
 
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
@@ -133,29 +138,23 @@ class RoutedLookUp(LookUp):
         sums_UD = torch.zeros_like(self.weights_UD)
         return sums_UD, [sums_UD] * len(self.spans)
 
-    def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
+    def mean_gradients(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of these tables' rows."""
-        ranks, found = self.tables[0].ranks.size, self.own
+        ranks, found = self.ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
             pending = {index: self.tables[index].parameter.grad_UD for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
-        sum_LD = grad_MD.new_zeros(len(found.wait()), grad_MD.shape[1])
-        sum_by_row(grad_MD, found.places_N, self.received, sum_LD)
-        sum_LD.div_(ranks)
-        return [sum_LD[found.begins[index] : found.begins[index + 1]] for index in indices]
+        mean_LD = self.sum_by_row(grad_MD, len(found.wait())).div_(ranks)
+        return [mean_LD[found.begins[index] : found.begins[index + 1]] for index in indices]
 
-
-class ByOwner(Protocol):
-    """Unique rows of some ids, sorted by the ranks that own them."""
-
-    def sent(self) -> Sequence[int]:
-        """Wait for the rows; return how many of them each rank owns."""
-
-    def wait(self) -> Tensor:
-        """Return the rows, each by its number at its owner: int64 [U]."""
-
-    def receive(self, rows_M: Tensor, received: list[int]) -> None:
-        """Take the rows that ranks request of this one, rank after rank."""
+    def sum_by_row(self, grad_MX: Tensor, rows: int) -> Tensor:
+        """Return sums of what ranks have sent, in the order of the ranks."""
+        sum_LX = grad_MX.new_zeros(rows, *grad_MX.shape[1:])
+        places = self.own.places_N.split(self.received)
+        for places_m, grad_mX in zip(places, grad_MX.split(self.received), strict=True):
+            # Of one rank they differ: the order is fixed on a GPU too.
+            sum_LX.index_add_(0, places_m, grad_mX)
+        return sum_LX
 
 
 class Requests(Generic[Page]):
@@ -177,7 +176,7 @@ class Requests(Generic[Page]):
         ranks: Ranks,
         device: torch.device,
         lists: int,
-        draw: Callable[[], tuple[Page, Sequence[ByOwner]]],
+        draw: Callable[[], tuple[Page, Sequence[RoutedLookUp]]],
         group: str = "main",
     ):
         self._ranks, self._device, self._group = ranks, device, group
@@ -244,7 +243,7 @@ class Requests(Generic[Page]):
             return False
         del received[len(self._lists) :]
         rows = [each.wait() for each in self._lists]
-        counts = [list(each.sent()) for each in self._lists], received.copy()
+        counts = [each.sent() for each in self._lists], received.copy()
         if following:  # one more tensor, with a row for each rank
             rows.append(following._counts_to_send())
             for numbers in counts:
@@ -253,7 +252,7 @@ class Requests(Generic[Page]):
         if following:
             following._receive_counts(requested.pop())
         for each, rows_M, of_ranks in zip(self._lists, requested, received, strict=True):
-            each.receive(rows_M, of_ranks)
+            each.receive(self._ranks, rows_M, of_ranks)
         return True
 
 
@@ -274,11 +273,17 @@ def sent_ahead(draw: Callable[[], Requests[Page]]) -> Iterator[Page]:
             yield requests.page
 
 
-def sum_by_row(grad_MX: Tensor, places_M: Tensor, received: list[int], sum_LX: Tensor) -> None:
-    """Add what ranks have sent, in the order of the ranks."""
-    parts = zip(places_M.split(received), grad_MX.split(received), strict=True)
-    for places_m, grad_mX in parts:  # of one rank they differ: the order is fixed on a GPU too
-        sum_LX.index_add_(0, places_m, grad_mX)
+def send_weights(look_ups: Sequence[RoutedLookUp], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Send weights [M, D] of requested rows; return those of borrowed ones."""
+    # Weights go where ids came from, so that sent and received change places.
+    sent, received = [each.received for each in look_ups], [each.sent() for each in look_ups]
+    return look_ups[0].ranks.all_to_all_tensors(weights, sent, received)
+
+
+def send_gradients(look_ups: Sequence[RoutedLookUp], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Send gradients [U, D] to the owners; return those of requested rows."""
+    sent, received = [each.sent() for each in look_ups], [each.received for each in look_ups]
+    return look_ups[0].ranks.all_to_all_tensors(grads, sent, received)
 
 
 class LookedUpBatch(NamedTuple):
@@ -331,10 +336,7 @@ def look_up_alone(table: PagedTable, ids: Ids) -> RowPage:
 @torch.no_grad()
 def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     """Get the weights of rows from their owners."""
-    read = [look_up.read() for look_up in look_ups]
-    # Weights go where ids came from, so that sent and received change places.
-    counts = [look_up.received for look_up in look_ups], [look_up.sent() for look_up in look_ups]
-    weights = look_ups[0].tables[0].ranks.all_to_all_tensors(read, *counts)
+    weights = send_weights(look_ups, [look_up.read() for look_up in look_ups])
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
         look_up.weights_UD = weight_UD
         look_up.batch = ()  # has this one: memory of a cycle is freed late
@@ -352,10 +354,8 @@ def reduce(tables: Sequence[PagedTable]) -> None:
             table.announced.look_up.unused.clear()  # as the step changes the weights
     if not indices:
         return
-    sums = [look_up.take_sums()[0] for look_up in indices]
-    counts = [look_up.sent() for look_up in indices], [look_up.received for look_up in indices]
-    grads = tables[0].ranks.all_to_all_tensors(sums, *counts)
+    grads = send_gradients(list(indices), [look_up.take_sums()[0] for look_up in indices])
     for (look_up, its_tables), grad_MD in zip(indices.items(), grads, strict=True):
-        sums_by_row = look_up.sum_by_row(grad_MD, its_tables)
-        for index, sum_LD in zip(its_tables, sums_by_row, strict=True):
-            look_up.tables[index].add_grad(look_up.owned[index], sum_LD)
+        means = look_up.mean_gradients(grad_MD, its_tables)
+        for index, mean_LD in zip(its_tables, means, strict=True):
+            look_up.tables[index].add_grad(look_up.owned[index], mean_LD)

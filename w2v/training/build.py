@@ -28,7 +28,7 @@ from w2v.training.trainer import TrainingLoop
 from w2v.word2vec import heldout
 from w2v.word2vec.batch import Batch, StepState, Tree, chunk_words, max_rows
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
-from w2v.word2vec.exchange import Exchange, LocalExchange, RankExchange
+from w2v.word2vec.exchange import Exchange, RankExchange
 from w2v.word2vec.heldout import HeldOut
 from w2v.word2vec.kernels import Kernels
 from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
@@ -74,11 +74,11 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
     engine = make_engine(plan, table)
-    exchange: Exchange = LocalExchange(kernels, paging.steps)
+    exchange = Exchange(kernels, paging.steps)
     if peers:
         exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
     elif plan.ranks.size > 1:
-        exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape)
+        exchange = RankExchange(kernels, paging.steps, state, plan.ranks, table)
     how = plan.optimizer, state, planning, plan.subwords, plan.ranks
     step = TrainingStep(table, kernels, engine, exchange, *how)
     return_freed_memory()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from w2v.rows.ops import View
+from w2v.rows.shard import RoutedLookUp
 from w2v.system.simd import AT_ONCE, LANES
 from w2v.word2vec import cpu_loops
 from w2v.word2vec.batch import (
@@ -295,15 +296,13 @@ class CpuKernels(Kernels):
             rows = RowGrads(view.slot_of_A, None, grad_UD.contiguous(), counted_U, None)
         return Grads(rows, loss, count)
 
-    def sum_by_row(
-        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
-    ) -> Any:
+    def sum_by_row(self, requested: RoutedLookUp, grad_MD: Tensor, pairs_M: Tensor | None) -> Any:
         shape, threads = self.shape, self.threads.count
-        most = min(-(-len(ids_M) // threads), shape.shard_rows)
+        ids, grads = requested.rows_M.numpy(), grad_MD.numpy()
+        most = min(-(-len(ids) // threads), shape.shard_rows)
         if not (self._owned and self._owned.has_room(most)):
             self._owned = ThreadGrads(shape.shard_rows, most, shape.dim, threads)
         pairs = np.empty(0, np.int32) if pairs_M is None else pairs_M.numpy()
-        ids, grads = ids_M.numpy(), grad_MD.numpy()
 
         def add(thread: int) -> None:
             begin, end = share(thread, threads, len(ids))

@@ -7,12 +7,10 @@ Shapes: B centers, K negatives, V words, A rows, U unique rows, D dimensions, S 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +26,8 @@ from w2v.rows.launch import (
     kernel,
     shared_bytes,
 )
-from w2v.rows.ops import Span, Spans, View, find_rows, no_places, numbers_of, step_kernel
-from w2v.rows.shard import sum_by_row
+from w2v.rows.ops import View, no_places, step_kernel
+from w2v.rows.optim import RowOptimizer
 from w2v.word2vec import reference
 from w2v.word2vec.batch import (
     FAULT_BITS,
@@ -41,7 +39,6 @@ from w2v.word2vec.batch import (
     RowGrads,
     StepShape,
     StepState,
-    Tree,
     Update,
     max_batch_rows,
     zeros_by_step,
@@ -236,26 +233,6 @@ class CudaKernels(Kernels):
             this_step=state.step << FAULT_BITS,
         )
 
-    @functools.cached_property
-    def _own_rows(self) -> Spans:
-        """The rows of this rank, as `find_rows` takes them."""
-        return Spans.of([Span(self.shape.shard_rows, None, (0,))], [], self.shape.device)
-
-    def sum_by_row(
-        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
-    ) -> RowGrads:
-        shape, device = self.shape, self.shape.device
-        if not len(ids_M):
-            return with_room(None, 1, 0, shape)
-        numbers = torch.empty(numbers_of(1), dtype=torch.int64, pin_memory=True)
-        found = find_rows(ids_M, self._own_rows, len(ids_M), numbers, are_rows=True)
-        grad_UD = torch.zeros(grad_MD.shape, device=device)
-        sum_by_row(grad_MD, found.places_N, received, grad_UD)
-        pairs_U = torch.zeros(len(ids_M), dtype=torch.int32, device=device)
-        if pairs_M is not None:
-            sum_by_row(pairs_M, found.places_N, received, pairs_U)
-        return RowGrads(None, found.narrow_N, grad_UD, pairs_U, found.known[0])
-
     def _read(self, batch: Batch) -> None:
         """Have launches read a batch; bind them anew for one of another form."""
         if batch is self._batch:
@@ -289,16 +266,10 @@ class CudaKernels(Kernels):
         self._most_rows = max_batch_rows(batch, self.shape.vectors)
         # Of unique.cu: for the rows that a batch touches, repeats included.
         self._list_blocks = blocks_for(centers * (self._targets + 2) + 2 * batch.window)
-        macros = {
-            "WINDOW": batch.window,
-            "TARGETS": self._targets,
-            "PATHS": int(tree is not None),
-        }
-        read: dict[str, Any] = {
-            "chunk": self._chunk,
-            "drawn": self._drawn,
-            "tree": tree or Tree(None, None, None, 0),
-        }
+        paths = int(tree is not None)
+        macros = {"WINDOW": batch.window, "TARGETS": self._targets, "PATHS": paths}
+        no_tree = c_struct("batch.cuh", "Tree")(begin_V=None, nodes_P=None, codes_P=None, depth=0)
+        read = {"chunk": self._chunk, "drawn": self._drawn, "tree": tree or no_tree}
         self._launch_mark = kernel("unique.cu", "mark", **macros).bind(**read)
         listing = kernel("unique.cu", "unique_rows", **macros)
         self._launch_list = listing.bind(rows=self._listed_rows, **read)

@@ -15,204 +15,155 @@ of a buffer, N ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import Ranks
-from w2v.rows.lookup import Readback
-from w2v.rows.ops import View
-from w2v.rows.shard import Requests, sent_ahead
+from w2v.rows.group import RowGroup
+from w2v.rows.ops import Span, View
+from w2v.rows.shard import Requests, RoutedLookUp, send_gradients, send_weights, sent_ahead
+from w2v.rows.table import Table
 from w2v.word2vec.batch import SUMS, Batch, Grads, RowGrads, StepShape, StepState, zeros_by_step
 from w2v.word2vec.kernels import Kernels
 
-Rows = TypeVar("Rows")  # what an exchange knows of a batch's rows
-
 
 @dataclass(frozen=True, eq=False)
-class PlannedBatch(Generic[Rows]):
+class PlannedBatch:
     """A batch whose page is planned."""
 
     batch: Batch
-    rows: Rows
-
-
-class Exchange(Protocol[Rows]):
-    """Plans pages, and exchanges weights and gradients with other ranks."""
-
-    def start(self, batches: Iterator[Batch]) -> None:
-        """Begin an epoch, on the planning stream."""
-        return
-
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Rows]]:
-        """Return the next page's batches; an empty list at the end."""
-
-    def mark(self, page: list[PlannedBatch[Rows]], marks_A: Tensor) -> None:
-        """Set the marks of this rank's rows that the page touches on any rank."""
-
-    def borrow(self, planned: PlannedBatch[Rows], view: View) -> tuple[Grads, View]:
-        """Return zero gradients of a batch's rows, and where their weights are."""
-
-    def reduce(self, grads: Grads) -> Grads:
-        """Return the gradients of this rank's own rows, summed over all ranks."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of rows that have gone to other ranks so far."""
+    rows: Any  # what the exchange knows of them
 
 
 @dataclass(eq=False)
-class LocalExchange(Exchange[Grads | None]):
-    """Exchange of one process, which owns every row.
+class Exchange:
+    """Plans pages, and exchanges rows with other ranks: here with none.
 
     Rows of a batch are None where the step finds them.
     """
 
     kernels: Kernels
     batches_per_page: int
-    bytes_sent = 0
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Grads | None]]:
-        page = islice(batches, self.batches_per_page)
+    def pages(self, batches: Iterable[Batch]) -> Iterator[list[PlannedBatch]]:
+        """Yield the batches of an epoch, page by page."""
+        batches = iter(batches)
+        while page := list(islice(batches, self.batches_per_page)):
+            yield self.plan(page)
+
+    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
+        """Begin to find the rows of a page."""
         if not self.kernels.plans_rows:
             return [PlannedBatch(batch, None) for batch in page]
         return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
 
-    def mark(self, page: list[PlannedBatch[Grads | None]], marks_A: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
+        """Set the marks of this rank's rows that the page touches on any rank."""
         for planned in page:
             if planned.rows is None:
                 self.kernels.mark(planned.batch, marks_A)
             else:
                 marks_A.index_fill_(0, planned.rows.rows.unique_rows().long(), True)
 
-    def borrow(self, planned: PlannedBatch[Grads | None], view: View) -> tuple[Grads, View]:
-        if planned.rows is None:
-            return self.kernels.unique_rows(planned.batch), view
-        return planned.rows, view
+    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
+        """Return zero gradients of a batch's rows, and where their weights are."""
+        return planned.rows or self.kernels.unique_rows(planned.batch), view
 
     def reduce(self, grads: Grads) -> Grads:
+        """Return the gradients of this rank's own rows, summed over all ranks."""
         return grads
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of rows that have gone to other ranks so far."""
+        return 0
 
-class Route:
-    """Rows of a batch by owner, and the rows that ranks request of this one.
 
-    Both rows of word v belong to rank v % N, whose rows 2 (v // N) and 2 (v // N) + 1 they are.
+class BatchRows(RoutedLookUp):
+    """Look-up of the unique rows of a batch, both of word w at rank w % N.
 
     Attributes:
-        ids_M: The rows of this rank that all request, rank after rank.
-        received: How many each requests.
+        listed: The rows, and -1 in the rest of a buffer; once those of other ranks are received, in
+            the order of their weights: int64 [U].
     """
 
-    ids_M: Tensor
-    received: list[int]
-    _sent: Sequence[int] = ()
+    def __init__(self, listed_X: Tensor, group: RowGroup, shape: StepShape):
+        self.listed = listed_X
+        # Numbered so that row v is row v // N of rank v % N.
+        size, words_X = shape.world_size, listed_X // 2
+        numbers_X = (words_X // size * 2 + listed_X % 2) * size + words_X % size
+        span = Span(shape.shard_rows * size, None, (0,) * size)
+        super().__init__(group, [span], [numbers_X], has_gaps=True)
 
-    def __init__(self, listed_X: Tensor, size: int):
-        """`listed_X`: the unique rows, and -1 in the rest of a buffer."""
-        owner_X = torch.where(listed_X < 0, size, listed_X // 2 % size)
-        owner_X, order_X = torch.sort(owner_X, stable=True)
-        self._rows_X = listed_X.index_select(0, order_X)
-        self._ids_X = self._rows_X // 2 // size * 2 + self._rows_X % 2
-        edges_E = torch.searchsorted(owner_X, torch.arange(size + 1, device=owner_X.device))
-        self._numbers_E = edges_E  # in CPU memory, once they have arrived
-        self._readback: Readback | None = None
-        if edges_E.is_cuda:
-            self._readback = Readback(size + 1)
-            self._numbers_E = self._readback.numbers.copy_(edges_E, non_blocking=True)
-            self._readback.launched()
-
-    def sent(self) -> Sequence[int]:
-        """Wait for the rows; return how many of them each rank owns."""
-        if not self._sent:
-            if self._readback:
-                self._readback.read()  # waits for them
-            self._sent = self._numbers_E.diff().tolist()
-            self._readback = None
-        return self._sent
-
-    def wait(self) -> Tensor:
-        """Return the rows by their numbers at their owners: int64 [U]."""
-        return self._ids_X[: sum(self.sent())]
-
-    @property
-    def rows_U(self) -> Tensor:
-        """Return the rows, sorted by owner: int64."""
-        return self._rows_X[: sum(self.sent())]
-
-    def receive(self, rows_M: Tensor, received: list[int]) -> None:
-        """Take the rows that ranks request of this one."""
-        self.ids_M, self.received = rows_M, received
+    def receive(self, ranks: Ranks, rows_M: Tensor, received: list[int]) -> None:
+        super().receive(ranks, rows_M, received)
+        listed_U = self.listed[: len(self.wait())]
+        places_U = self.places_N[: len(listed_U)]
+        self.listed = torch.empty_like(listed_U).index_copy_(0, places_U, listed_U)
 
 
 @dataclass(eq=False)
-class RankExchange(Exchange[Route]):
+class RankExchange(Exchange):
     """Exchange of several ranks, by all-to-all; all make the same calls."""
 
-    kernels: Kernels
-    batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     ranks: Ranks
-    shape: StepShape  # of the whole tables
-    _pages: Iterator[list[PlannedBatch[Route]]] = field(init=False)
-    _route: Route = field(init=False)  # of the current batch
+    table: Table  # this rank's rows
+    _rows: BatchRows = field(init=False)  # of the current batch
 
     def __post_init__(self) -> None:
-        shape = self.shape
+        shape = self.kernels.shape
+        self._group = RowGroup(self.table, shape.device)
         # Where each row of the current batch is among the borrowed ones.
         self._index_A = torch.zeros(shape.rows, dtype=torch.int32, device=shape.device)
         self._sums = zeros_by_step(shape.device, *SUMS)
 
-    def start(self, batches: Iterator[Batch]) -> None:
-        def draw() -> tuple[list[PlannedBatch[Route]], list[Route]]:
-            page = list(islice(batches, self.batches_per_page))
-            if not page:
-                raise StopIteration
-            routes = [Route(self.kernels.list_rows(batch), self.ranks.size) for batch in page]
-            planned = zip(page, routes, strict=True)
-            return [PlannedBatch(batch, route) for batch, route in planned], routes
+    def pages(self, batches: Iterable[Batch]) -> Iterator[list[PlannedBatch]]:
+        planned = super().pages(batches)
+        ranks, device, lists = self.ranks, self.kernels.shape.device, self.batches_per_page
 
-        def request() -> Requests[list[PlannedBatch[Route]]]:
-            # A process group of its own: ids need not wait for the weights and gradients of steps.
-            device, lists = self.shape.device, self.batches_per_page
-            return Requests(self.ranks, device, lists, draw, group="prefetch")
+        def draw() -> tuple[list[PlannedBatch], list[BatchRows]]:
+            page = next(planned)
+            return page, [each.rows for each in page]
 
-        self._pages = sent_ahead(request)
+        # A process group of its own: ids need not wait for the weights and gradients of steps.
+        return sent_ahead(lambda: Requests(ranks, device, lists, draw, group="prefetch"))
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[Route]]:
-        return next(self._pages, [])
+    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
+        kernels = self.kernels
+        rows = [BatchRows(kernels.list_rows(batch), self._group, kernels.shape) for batch in page]
+        return list(map(PlannedBatch, page, rows))
 
-    def mark(self, page: list[PlannedBatch[Route]], marks_A: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         for planned in page:
-            marks_A.index_fill_(0, planned.rows.ids_M, True)
+            marks_A.index_fill_(0, planned.rows.rows_M, True)
 
-    def borrow(self, planned: PlannedBatch[Route], view: View) -> tuple[Grads, View]:
-        self._route = route = planned.rows
-        weight_SD = view.records_SR[:, : self.shape.dim]
-        weight_MD = weight_SD.index_select(0, view.slots(route.ids_M))
-        # Weights go where ids came from, so that sent and received change places.
-        weight_UD = self.ranks.all_to_all(weight_MD, route.received, route.sent())
-        rows_U = route.rows_U
+    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
+        self._rows = found = planned.rows
+        weight_SD = view.records_SR[:, : self.kernels.shape.dim]
+        weight_MD = weight_SD.index_select(0, view.slots(found.rows_M))
+        (weight_UD,) = send_weights([found], [weight_MD])
+        rows_U = found.listed
         index_U = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
         self._index_A.index_copy_(0, rows_U, index_U)
         grad_dtype = torch.promote_types(weight_UD.dtype, torch.float32)
         grad_UD = torch.zeros(weight_UD.shape, dtype=grad_dtype, device=rows_U.device)
-        pairs_U = torch.zeros_like(index_U) if self.shape.count_pairs else None
+        pairs_U = torch.zeros_like(index_U) if self.kernels.shape.count_pairs else None
         rows = RowGrads(self._index_A, rows_U.int(), grad_UD, pairs_U, None)
         loss, pairs = next(self._sums)
         return Grads(rows, loss, pairs), View(weight_UD, self._index_A)
 
     def reduce(self, grads: Grads) -> Grads:
-        route = self._route
-        grad_MD = self.ranks.all_to_all(grads.rows.grad_UD, route.sent(), route.received)
+        (grad_MD,) = send_gradients([self._rows], [grads.rows.grad_UD])
         pairs_M = None
         if grads.rows.pairs_U is not None:
-            pairs_M = self.ranks.all_to_all(grads.rows.pairs_U, route.sent(), route.received)
-        rows = self.kernels.sum_by_row(route.ids_M, route.received, grad_MD, pairs_M)
+            (pairs_M,) = send_gradients([self._rows], [grads.rows.pairs_U])
+        rows = self.kernels.sum_by_row(self._rows, grad_MD, pairs_M)
         loss, pairs = self._share_facts(grads)
         return Grads(rows, loss, pairs)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from w2v.rows.ops import View
-from w2v.word2vec.batch import Batch, Draw, Grads, StepShape, StepState, Subsample, Update
+from w2v.rows.shard import RoutedLookUp
+from w2v.word2vec.batch import Batch, Draw, Grads, RowGrads, StepShape, StepState, Subsample, Update
 
 
 class Kernels(Protocol):
@@ -52,17 +53,21 @@ class Kernels(Protocol):
         from other ranks, `grads` and the view have one index.
         """
 
-    def sum_by_row(
-        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
-    ) -> Any:
-        """Return the summed gradients of rows, for `optimizer_step`.
+    def sum_by_row(self, requested: RoutedLookUp, grad_MD: Tensor, pairs_M: Tensor | None) -> Any:
+        """Return the summed gradients of requested rows, for `optimizer_step`.
 
-        Args:
-            ids_M: The rows, int64, those that a rank requests after those of the one before.
-            received: How many each rank requests; these differ.
-            grad_MD: Their gradients.
-            pairs_M: How many pairs each sums, int32, where they are counted.
+        pairs_M: how many pairs each gradient sums, int32, where they are counted.
         """
+        own = requested.own
+        if self.plans_rows or own.narrow_N is None or own.known is None:
+            rows_U = own.wait().int()
+            count = torch.full((), len(rows_U), device=rows_U.device)
+        else:  # the number of rows is known on the device alone
+            rows_U, count = own.narrow_N, own.known[0]
+        grad_UD = requested.sum_by_row(grad_MD, len(rows_U))
+        if pairs_M is not None:
+            pairs_M = requested.sum_by_row(pairs_M, len(rows_U))
+        return RowGrads(None, rows_U, grad_UD, pairs_M, count)
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         """Update rows in place; or note in `state` what is not finite."""

@@ -4,7 +4,7 @@ CUDA maps the memory of another process's GPU to addresses of this process, for 
 their own, over NVLink or PCIe (CUDA IPC; CUDA C++ Programming Guide, "Interprocess Communication").
 Kernels wait for the other ranks, so that the CPU takes no part in the exchange:
 
-    next_page    list the unique rows of the page's batches
+    plan         list the unique rows of the page's batches
     mark         once all ranks have marked what they list, find the own rows among these
     borrow       once all ranks have stepped their rows, read weights from their owners, and find
                  the own rows in the lists of all ranks
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -35,14 +34,13 @@ from w2v.word2vec.exchange import Exchange, PlannedBatch
 
 
 @dataclass(eq=False)
-class PeerExchange(Exchange[int]):
+class PeerExchange(Exchange):
     """Exchange of ranks on GPUs of one host.
 
     What it knows of a batch's rows is a slot of `CudaPeerKernels`.
     """
 
     kernels: CudaPeerKernels
-    batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     memory: InitVar[PeerMemory]
     view: InitVar[View]  # the records of all pages
@@ -51,15 +49,13 @@ class PeerExchange(Exchange[int]):
         addresses = memory.addresses(self.kernels.shared(view))
         self.kernels.join(memory.rank, addresses, view)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[int]]:
-        page = list(islice(batches, self.batches_per_page))
-        slots = self.kernels.list_page(page)
-        return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
+    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
+        return list(map(PlannedBatch, page, self.kernels.list_page(page)))
 
-    def mark(self, page: list[PlannedBatch[int]], marks_A: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         self.kernels.mark_owned(marks_A)
 
-    def borrow(self, planned: PlannedBatch[int], view: View) -> tuple[Grads, View]:
+    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
         return self.kernels.borrow(planned.rows), view
 
     def reduce(self, grads: Grads) -> Grads:
@@ -169,8 +165,6 @@ class CudaPeerKernels(CudaKernels):
 
     def list_page(self, page: Sequence[Batch]) -> list[int]:
         """List the unique rows of a page's batches; return the slot of each."""
-        if not page:
-            return []
         self._pages += 1
         marks_NA = None
         if self._marks is not None:
@@ -208,13 +202,7 @@ class CudaPeerKernels(CudaKernels):
         `optimizer_step` reads those. Loss, pairs and fault become those of all ranks.
         """
         self._meetings += 1
-        self._meet_to_step(
-            1,
-            fault=fault,
-            loss=grads.loss,
-            pairs=grads.pairs,
-            turn=self._meetings,
-        )
+        self._meet_to_step(1, fault=fault, loss=grads.loss, pairs=grads.pairs, turn=self._meetings)
         return grads._replace(rows=self._owned)
 
     def _kernel(self, name: str) -> Kernel:

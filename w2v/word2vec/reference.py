@@ -3,7 +3,7 @@
 Optimizers are specified by torch's own classes, see `RowOptimizer.step_rows` (rows/optim.py).
 
 Shapes: B centers, C = 2 * window context positions, K negatives, T targets (see `Pairs`), V words,
-A rows, U unique rows, D dimensions, M requested rows, N ranks.
+A rows, U unique rows, D dimensions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from w2v.rows.ops import View
-from w2v.rows.shard import sum_by_row
 from w2v.system.random import shift_right, splitmix64
 from w2v.word2vec.batch import (
     SKIPGRAM,
@@ -324,16 +323,6 @@ class ReferenceKernels(Kernels):
         kept_UR = torch.where(state.fault == 0, after_UR, before_UR)
         view.records_SR.index_copy_(0, slots_U, kept_UR)
         state.rows_updated += rows_U.shape[0]
-
-    def sum_by_row(
-        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
-    ) -> RowGrads:
-        rows_U, index_A = unique_rows(ids_M, torch.ones_like(ids_M).bool(), self.shape.shard_rows)
-        rows, places_M = self._zero_grads(rows_U, index_A).rows, index_A[ids_M].long()
-        sum_by_row(grad_MD, places_M, received, rows.grad_UD)
-        if pairs_M is not None and rows.pairs_U is not None:
-            sum_by_row(pairs_M, places_M, received, rows.pairs_U)
-        return rows
 
     def _unique(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return the `unique_rows` of a batch."""

@@ -90,14 +90,10 @@ class TrainingStep:
 
     def plan_pages(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:
         """Yield the batches, each page planned while the one before computes."""
-        batches = iter(batches)
-        with on_stream(self.planning):
-            self.exchange.start(batches)
-        planned = self._next_page(batches)
-        while planned:
+        pages = self.exchange.pages(batches)
+        # A GPU still computes the steps of a page while the next one is planned.
+        while planned := self._next_page(pages):
             yield from planned
-            # A GPU still computes these steps while the next page is planned.
-            planned = self._next_page(batches)
 
     def flush(self) -> None:
         """Write all rows back to the table, with all composed vectors."""
@@ -115,12 +111,12 @@ class TrainingStep:
         self.engine = Engine(self.table)
         del self.kernels, self.exchange
 
-    def _next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+    def _next_page(self, pages: Iterator[list[PlannedBatch]]) -> list[PlannedBatch]:
         """Draw a page's batches, find their rows and begin to move them."""
         if self.planning:
             self._computed.append(current_stream().record_event())  # behind the last page's steps
         with on_stream(self.planning):
-            planned = self.exchange.next_page(batches)
+            planned = next(pages, [])
             marks_A = None
             if planned and self.engine.moves_rows:
                 rows = self.table.rows

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.ops import View
+from w2v.rows.shard import RoutedLookUp
 from w2v.rows.table import Table
 from w2v.text.ngrams import hash_words
 from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState, Update
@@ -215,10 +216,8 @@ class SubwordKernels(Kernels):
                     sums.index_add_(0, to_N, sums[from_n][place_N])
                     sums[from_n] = 0
 
-    def sum_by_row(
-        self, ids_M: Tensor, received: list[int], grad_MD: Tensor, pairs_M: Tensor | None
-    ) -> Any:
-        return self.inner.sum_by_row(ids_M, received, grad_MD, pairs_M)
+    def sum_by_row(self, requested: RoutedLookUp, grad_MD: Tensor, pairs_M: Tensor | None) -> Any:
+        return self.inner.sum_by_row(requested, grad_MD, pairs_M)
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         self.inner.optimizer_step(update, view, grads, state)

@@ -32,6 +32,7 @@ struct LookUp {
     const Span* spans;
     int tables, ranks;  // ranks = 0: ids are numbers of rows of one rank, in any order
     long long each;     // ids of each table, 0 if they differ
+    int gaps;           // whether -1 is no id
     Numbers* numbers;   // behind those of all spans are the words
     int* before;        // the number of rows before each word
     long long* unique;  // the rows, and the same in 32 bits
@@ -55,6 +56,7 @@ struct LookUp {
             id -= spans[at].first_row;
         } else {
             at = each ? i / each : find_first(tables, [&](int t) { return spans[t].ids_end <= i; });
+            if (gaps && id == -1) return false;
             if (id < 0 || id >= spans[at].rows) {
                 if (id < 0) atomicMin(&numbers->found[at].least, id);
                 else atomicMax(&numbers->found[at].greatest, id);

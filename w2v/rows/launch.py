@@ -45,9 +45,10 @@ TYPES: dict[str, tuple[str, torch.dtype | str]] = {
     "void": ("", "any"),
 }
 RESERVED = 1 << 10  # bytes of shared memory that CUDA itself takes for each block
+NO_NUMBERS = {Tensor, type(None)}  # types that `struct` would convert, or refuse in other words
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 
-# A tuple: a NamedTuple. A StructBuffer is bound.
+# A tuple: a NamedTuple. Only bound arguments are a StructBuffer.
 Argument = Union[Tensor, float, tuple[Any, ...], None, "StructBuffer"]
 
 
@@ -59,12 +60,6 @@ class CMember(NamedTuple):
     code: str  # format in `struct`; "" for a struct
     dtype: torch.dtype | str | None  # of a pointer's tensor, or "any"; None: a number
     marks: set[str]
-
-    def takes(self, kind: type) -> bool:
-        """Return whether values of this type may be given."""
-        if self.dtype is None:  # `struct` checks numbers
-            return kind not in (Tensor, type(None))
-        return kind is Tensor or (kind is type(None) and "OPTIONAL" in self.marks)
 
 
 class Parameter(NamedTuple):
@@ -138,26 +133,29 @@ class Arguments:
 
     Attributes:
         begins: Where each parameter begins, in bytes.
-        size: A multiple of 8 bytes.
     """
 
     def __init__(self, kernel: str, device: int, parameters: Mapping[str, Parameter]):
         self._kernel = kernel
         self._device = device
         self._members = [member for one in parameters.values() for member in one.members]
-        # By types of all values: where tensors are, with their dtype, and where None is.
-        self._places: dict[tuple[type, ...], tuple[list[tuple[int, Any]], list[int]]] = {}
+        self._pointers = [(n, one.dtype) for n, one in enumerate(self._members) if one.dtype]
         self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
-        self._structs.reverse()  # `pack_into` replaces each by its fields
+        self._structs.reverse()  # `pack` replaces each by its fields
         self.begins: dict[str, int] = {}
         layout = "@0q"  # 0q: to a multiple of 8 bytes
         for name, one in parameters.items():
             self.begins[name] = struct.calcsize(layout)
             layout += "".join(member.code for member in one.members) + "0q"
         self._layout = struct.Struct(layout)
-        self.size = self._layout.size
 
-    def pack_into(self, memory: Any, start: int, values: Iterable[Argument]) -> None:
+    def allocate(self) -> tuple[Any, dict[str, int]]:
+        """Return memory for all parameters, and the address of each."""
+        memory = ctypes.create_string_buffer(self._layout.size)
+        start = ctypes.addressof(memory)
+        return memory, {name: start + begin for name, begin in self.begins.items()}
+
+    def pack(self, memory: Any, values: Iterable[Argument]) -> None:
         """Check the values of all parameters, in order, and write them.
 
         Every launch does, so there are few operations for each value.
@@ -167,49 +165,45 @@ class Arguments:
             if getattr(flat[n], "_fields", None) != fields:
                 raise TypeError(f"{self._kernel}: a struct has the fields {fields}, not {flat[n]}")
             flat[n : n + 1] = flat[n]
-        types = tuple(map(type, flat))
-        tensors, nulls = self._places.get(types) or self._check_types(types, flat)
-        for n, dtype in tensors:
-            tensor = flat[n]
-            is_here = tensor.get_device() == self._device and tensor.is_contiguous()
-            if not is_here or tensor.dtype is not dtype:
-                self._check(n, tensor)
-            flat[n] = tensor.data_ptr()
-        for n in nulls:
-            flat[n] = 0
+        for n, dtype in self._pointers:
+            value = flat[n]
+            is_usual = type(value) is Tensor and value.dtype is dtype and value.is_contiguous()
+            if is_usual and value.get_device() == self._device:
+                flat[n] = value.data_ptr()
+            else:
+                flat[n] = self._address(n, value)
         try:
-            self._layout.pack_into(memory, start, *flat)
+            if NO_NUMBERS.isdisjoint(map(type, flat)):
+                self._layout.pack_into(memory, 0, *flat)
+                return
         except (struct.error, OverflowError):
-            for n, member in enumerate(self._members):
-                try:
-                    struct.pack(member.code, flat[n])
-                except (struct.error, OverflowError) as error:
-                    raise ValueError(self._refusal(n, flat[n])) from error
-            raise
+            pass
+        self._refuse_number(flat)
 
-    def _check_types(
-        self, types: tuple[type, ...], values: list[Any]
-    ) -> tuple[list[tuple[int, Any]], list[int]]:
-        """Return where tensors are, and where None is, if all may be there."""
-        for n, (member, kind) in enumerate(zip(self._members, types, strict=True)):
-            if not member.takes(kind):
-                raise TypeError(self._refusal(n, values[n]))
-        members = enumerate(self._members)
-        tensors = [(n, member.dtype) for n, member in members if types[n] is Tensor]
-        nulls = [n for n, kind in enumerate(types) if kind is type(None)]
-        self._places[types] = tensors, nulls
-        return tensors, nulls
-
-    def _check(self, n: int, tensor: Tensor) -> None:
-        """Raise `TypeError` unless the n-th pointer takes the tensor."""
+    def _address(self, n: int, value: Any) -> int:
+        """Return where the n-th pointer points; raise `TypeError` if it may not."""
         member = self._members[n]
-        on_host = tensor.is_cpu and "HOST" in member.marks
-        is_there = on_host or tensor.get_device() == self._device
-        is_contiguous = tensor.is_contiguous() or "STRIDED" in member.marks
-        if member.dtype not in (tensor.dtype, "any") or not is_there or not is_contiguous:
-            strides = f"strides {tensor.stride()}"
-            found = f"a tensor of {tensor.dtype} on {tensor.device}, {strides}"
-            raise TypeError(self._refusal(n, found))
+        if value is None and "OPTIONAL" in member.marks:
+            return 0
+        if type(value) is Tensor:
+            on_host = value.is_cpu and "HOST" in member.marks
+            is_there = on_host or value.get_device() == self._device
+            is_contiguous = value.is_contiguous() or "STRIDED" in member.marks
+            if member.dtype in (value.dtype, "any") and is_there and is_contiguous:
+                return value.data_ptr()
+            strides = f"strides {value.stride()}"
+            value = f"a tensor of {value.dtype} on {value.device}, {strides}"
+        raise TypeError(self._refusal(n, value))
+
+    def _refuse_number(self, values: list[Any]) -> None:
+        """Raise an error that names the number that C's type cannot hold."""
+        for n, member in enumerate(self._members):
+            if type(values[n]) in NO_NUMBERS:
+                raise TypeError(self._refusal(n, values[n]))
+            try:
+                struct.pack(member.code, values[n])
+            except (struct.error, OverflowError) as error:
+                raise ValueError(self._refusal(n, values[n])) from error
 
     def _refusal(self, n: int, value: Any) -> str:
         return f"{self._kernel}: {self._members[n].name} is {self._members[n].ctype}, not {value}"
@@ -218,25 +212,28 @@ class Arguments:
 class StructBuffer:
     """A struct that kernels which it is bound to read at each launch.
 
-    So it is packed once for all of them, when `set` gets another value. One thread sets it and
-    launches.
+    So it is packed once for all of them. One thread sets it and launches.
     """
 
     def __init__(self, source: str, name: str, element: int = 0):
         members = struct_members(source, name, element)
         self.fields = tuple(member.name for member in members)
         self.value: Any = None
-        device = torch._C._cuda_getDevice()
-        parameters = {name: Parameter(members, self.fields)}
+        device, parameters = torch._C._cuda_getDevice(), {name: Parameter(members, self.fields)}
         self._arguments = Arguments(f"{name} of {source}", device, parameters)
-        self._memory = ctypes.create_string_buffer(self._arguments.size)
-        self.address = ctypes.addressof(self._memory)
+        self._memory, addresses = self._arguments.allocate()
+        self.address = addresses[name]
+        self._type = c_struct(source, name)
 
     def set(self, value: Any) -> None:
-        """Set the value, a NamedTuple; kernels see its tensors until the next."""
+        """Set the value, a NamedTuple, if it is another one than before."""
         if value is not self.value:
-            self._arguments.pack_into(self._memory, 0, [value])
+            self._arguments.pack(self._memory, [value])
             self.value = value
+
+    def fill(self, **values: Argument) -> None:
+        """Set the value, by its fields."""
+        self.set(self._type(**values))
 
 
 @functools.cache
@@ -279,18 +276,16 @@ class Kernel:
         self._shared = int(macros.get("SHARED", 0))
         element = int(macros.get("ELEMENT", 0))
         self._arguments = functools.partial(_arguments, device, source, names[0], element)
-        self._buffers = {
-            name: value for name, value in fixed.items() if isinstance(value, StructBuffer)
-        }
+        buffers = {name: one for name, one in fixed.items() if isinstance(one, StructBuffer)}
         parameters = signature(source, names[0])
-        for name, buffer in self._buffers.items():
+        for name, buffer in buffers.items():
             if name not in parameters or parameters[name].fields != buffer.fields:
-                struct = f"struct {name} of {buffer.fields}"
-                raise TypeError(f"{names[0]} of {source} has no {struct}")
-        packed = {name: value for name, value in fixed.items() if name not in self._buffers}
-        self._bound = self._arguments(tuple(packed))
-        self._bytes = bytearray(self._bound.size)
-        self._bound.pack_into(self._bytes, 0, packed.values())
+                raise TypeError(f"{names[0]} of {source} has no {name} of {buffer.fields}")
+        packed = {name: value for name, value in fixed.items() if name not in buffers}
+        arguments = self._arguments(tuple(packed))
+        self._fixed_memory, self._addresses = arguments.allocate()
+        arguments.pack(self._fixed_memory, packed.values())
+        self._addresses |= {name: buffer.address for name, buffer in buffers.items()}
         self._names: tuple[str, ...] | None = None  # of the other arguments
         self._lock = threading.Lock()
 
@@ -316,14 +311,13 @@ class Kernel:
             if tuple(args) != self._names:
                 self._lay_out(args)
             if args:
-                self._others.pack_into(self._memory, self._bound.size, args.values())
+                self._others.pack(self._memory, args.values())
             shared, pointers = self._shared, self._pointers
             for (function, launch), number in zip(self._functions, blocks, strict=True):
                 launch(function, number, 1, 1, THREADS, 1, 1, shared, stream, pointers, 0)
 
     def _lay_out(self, args: Mapping[str, Argument]) -> None:
         """Allocate memory for all arguments, and compile the kernel."""
-        others = self._arguments(tuple(args))
         parameters, *more = (signature(self._source, name) for name in self._kernels)
         of_source = f"of {self._source}"
         if any(list(each.items()) != list(parameters.items()) for each in more):
@@ -333,21 +327,16 @@ class Kernel:
             raise TypeError(f"{self._kernels[0]} {of_source} got {twice} twice")
         if missing := ", ".join(parameters.keys() - self._fixed.keys() - args.keys()):
             raise TypeError(f"{self._kernels[0]} {of_source} lacks {missing}")
-        size = self._bound.size + others.size
-        self._memory = ctypes.create_string_buffer(bytes(self._bytes), size)
-        start = ctypes.addressof(self._memory)
-        begins = {name: buffer.address for name, buffer in self._buffers.items()}
-        for name, begin in self._bound.begins.items():
-            begins[name] = start + begin
-        for name, begin in others.begins.items():
-            begins[name] = start + self._bound.size + begin
-        self._addresses = (ctypes.c_void_p * len(begins))()
-        self._addresses[:] = [begins[name] for name in parameters]
-        self._pointers = ctypes.addressof(self._addresses)
+        self._others = self._arguments(tuple(args))
+        self._memory, addresses = self._others.allocate()
+        addresses |= self._addresses
+        self._parameters = (ctypes.c_void_p * len(parameters))()
+        self._parameters[:] = [addresses[name] for name in parameters]
+        self._pointers = ctypes.addressof(self._parameters)
         self._functions = [
             _compiled(self._device, self._source, name, **self._macros) for name in self._kernels
         ]
-        self._others, self._names = others, tuple(args)
+        self._names = tuple(args)
 
 
 @functools.cache

@@ -27,7 +27,6 @@ from w2v.rows.launch import (
     shared_bytes,
 )
 from w2v.rows.ops import View, no_places, step_kernel
-from w2v.rows.optim import RowOptimizer
 from w2v.word2vec import reference
 from w2v.word2vec.batch import (
     FAULT_BITS,
@@ -218,7 +217,22 @@ class CudaKernels(Kernels):
         step, step_column = optimizer.count_step(table)
         stepped = optimizer, state, step_column
         if stepped != self._stepped:
-            self._bind_step(*stepped)
+            shape = self.shape
+            launch = step_kernel(optimizer, shape.dtype, shape.dim, self._peers)
+            self._launch_step = launch.bind(
+                view=self._view,
+                rows=self._step_rows,
+                dim=shape.dim,
+                step_column=step_column,
+                cap=optimizer.occurrence_cap,
+                hyper=optimizer.hyper(lr),  # the rate is given at each launch
+                places=self._places,
+                stepped=state.rows_updated,
+                fault=state.fault,
+                bit=INPUT_FAULT,
+                outputs_end=shape.outputs_end,
+                done=self._done,
+            )
             self._stepped = stepped
         self._view.set(view)
         self._step_rows.set(grads.rows)
@@ -240,21 +254,15 @@ class CudaKernels(Kernels):
         centers, negatives = batch.negatives_BK.shape
         text = batch.words_n, batch.sentences_n
         if not all(map(operator.is_, text, self._text)):
-            chunk = c_struct("batch.cuh", "Chunk")
-            words = len(batch.words_n)
-            self._chunk.set(chunk(words=batch.words_n, sentences=batch.sentences_n, length=words))
+            length = batch.words_n.shape[0]
+            self._chunk.fill(words=batch.words_n, sentences=batch.sentences_n, length=length)
             self._text = text
         form = batch.window, negatives, batch.pool, batch.objective
         if centers > self._most_centers or not all(map(operator.is_, form, self._form)):
             self._bind(batch)
             self._form, self._most_centers = form, centers
-        drawn = c_struct("batch.cuh", "Drawn")(
-            first=batch.first,
-            centers=centers,
-            windows=batch.windows_B,
-            negatives=batch.negatives_BK,
-        )
-        self._drawn.set(drawn)
+        drawn = {"windows": batch.windows_B, "negatives": batch.negatives_BK}
+        self._drawn.fill(first=batch.first, centers=centers, **drawn)
         self._batch = batch
 
     def _bind(self, batch: Batch) -> None:
@@ -300,24 +308,6 @@ class CudaKernels(Kernels):
         """Return buffers with the sums of a step, which are zero."""
         loss, pairs = next(self._sums)
         return Grads(rows, loss, pairs)
-
-    def _bind_step(self, optimizer: RowOptimizer, state: StepState, step_column: int) -> None:
-        self._launch_step = step_kernel(
-            optimizer, self.shape.dtype, self.shape.dim, self._peers
-        ).bind(
-            view=self._view,
-            rows=self._step_rows,
-            dim=self.shape.dim,
-            step_column=step_column,
-            cap=optimizer.occurrence_cap,
-            hyper=optimizer.hyper(0.0),  # the rate is given at each launch
-            places=self._places,
-            stepped=state.rows_updated,
-            fault=state.fault,
-            bit=INPUT_FAULT,
-            outputs_end=self.shape.outputs_end,
-            done=self._done,
-        )
 
 
 class TorchStepKernels(CudaKernels):

@@ -30,13 +30,10 @@ class Total:
 
     The numbers stay on the device, 8 bytes each, until they are read. They are added one by one in
     float64, so that the sums do not depend on when.
-
-    Attributes:
-        epoch, line: The sums, as they were read last.
     """
 
     def __init__(self, epoch: float = 0, line: float = 0, before: Total | None = None):
-        self.epoch = epoch
+        self.epoch = epoch  # the sums, as they were read last
         self.line = line
         self._before = before  # whose line goes on here
         self._numbers: list[Tensor] = []

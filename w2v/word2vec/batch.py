@@ -28,7 +28,6 @@ Draw = Callable[
 ]
 Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray, int, int], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
-SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
 CHUNK_BATCHES = 32  # a chunk of text has about as many raw words as this many batches have centers
 FEWER_BATCHES = 8  # at least this many, where batches are larger than LARGE_BATCH
 LARGE_BATCH = 1 << 16
@@ -275,19 +274,13 @@ class StepState:
         return fault >> FAULT_BITS, [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
 
 
-def zeros_by_step(
-    device: torch.device, *columns: tuple[torch.dtype, tuple[int, ...]]
-) -> Iterator[tuple[Tensor, ...]]:
-    """Yield zeros of these types and sizes, for one step after another.
+def zeros_by_step(device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield a zero for each step.
 
     Made for many steps at a time: zeroing takes the CPU longer than launching a kernel.
     """
     while True:
-        zeros = (
-            torch.zeros((ZEROS_AT_ONCE, *size), dtype=dtype, device=device).unbind()
-            for dtype, size in columns
-        )
-        yield from zip(*zeros, strict=True)
+        yield from torch.zeros(ZEROS_AT_ONCE, dtype=dtype, device=device).unbind()
 
 
 class Update(NamedTuple):

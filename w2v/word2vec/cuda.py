@@ -30,7 +30,6 @@ from w2v.rows.ops import View, no_places, step_kernel
 from w2v.word2vec import reference
 from w2v.word2vec.batch import (
     FAULT_BITS,
-    SUMS,
     Batch,
     BatchSeed,
     Grads,
@@ -151,8 +150,9 @@ class CudaKernels(Kernels):
         self._rows: RowGrads | None = None
         # The planning stream, which lists rows, must not share zeros with the steps.
         self._listed: RowGrads | None = None
-        self._listed_counts = zeros_by_step(shape.device, (torch.int64, ()))
-        self._sums = zeros_by_step(shape.device, *SUMS)
+        self._listed_counts = zeros_by_step(shape.device, torch.int64)
+        self._losses = zeros_by_step(shape.device, torch.float64)
+        self._pairs = zeros_by_step(shape.device, torch.int64)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
         # What launches read: the batch, and where rows are.
         self._batch: Batch | None = None
@@ -172,7 +172,7 @@ class CudaKernels(Kernels):
         shape = self.shape
         self._read(batch)
         self._listed = with_room(self._listed, self._most_rows, shape.rows, shape, dim=0)
-        (count,) = next(self._listed_counts)
+        count = next(self._listed_counts)
         index_A, listed_X = self._listed[:2]
         assert index_A is not None and listed_X is not None
         self._list_unique(self._listed._replace(row_count=count))
@@ -306,8 +306,7 @@ class CudaKernels(Kernels):
 
     def _with_sums(self, rows: RowGrads) -> Grads:
         """Return buffers with the sums of a step, which are zero."""
-        loss, pairs = next(self._sums)
-        return Grads(rows, loss, pairs)
+        return Grads(rows, next(self._losses), next(self._pairs))
 
 
 class TorchStepKernels(CudaKernels):

@@ -28,7 +28,7 @@ from w2v.rows.group import RowGroup
 from w2v.rows.ops import Span, View
 from w2v.rows.shard import Requests, RoutedLookUp, send_gradients, send_weights, sent_ahead
 from w2v.rows.table import Table
-from w2v.word2vec.batch import SUMS, Batch, Grads, RowGrads, StepShape, StepState, zeros_by_step
+from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState, zeros_by_step
 from w2v.word2vec.kernels import Kernels
 
 
@@ -121,7 +121,8 @@ class RankExchange(Exchange):
         self._group = RowGroup(self.table, shape.device)
         # Where each row of the current batch is among the borrowed ones.
         self._index_A = torch.zeros(shape.rows, dtype=torch.int32, device=shape.device)
-        self._sums = zeros_by_step(shape.device, *SUMS)
+        self._losses = zeros_by_step(shape.device, torch.float64)
+        self._pairs = zeros_by_step(shape.device, torch.int64)
 
     def pages(self, batches: Iterable[Batch]) -> Iterator[list[PlannedBatch]]:
         planned = super().pages(batches)
@@ -155,8 +156,7 @@ class RankExchange(Exchange):
         grad_UD = torch.zeros(weight_UD.shape, dtype=grad_dtype, device=rows_U.device)
         pairs_U = torch.zeros_like(index_U) if self.kernels.shape.count_pairs else None
         rows = RowGrads(self._index_A, rows_U.int(), grad_UD, pairs_U, None)
-        loss, pairs = next(self._sums)
-        return Grads(rows, loss, pairs), View(weight_UD, self._index_A)
+        return Grads(rows, next(self._losses), next(self._pairs)), View(weight_UD, self._index_A)
 
     def reduce(self, grads: Grads) -> Grads:
         (grad_MD,) = send_gradients([self._rows], [grads.rows.grad_UD])

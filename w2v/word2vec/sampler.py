@@ -167,17 +167,9 @@ class Sampler:
     def empty_batch(self, epoch: int) -> Batch:
         """Return a batch for a rank whose epoch ends before that of others."""
         none = torch.zeros(0, dtype=torch.int32, device=self.device)
-        return Batch(
-            words_n=none,
-            sentences_n=none,
-            first=0,
-            windows_B=none,
-            negatives_BK=none.view(0, self.model.negative),
-            window=self._reach,
-            epochs_done=epoch + 1,
-            after=Position(epoch, len(self._chunks(epoch))),
-            objective=self._objective,
-        )
+        none_BK = none.view(0, self.model.negative)
+        after, of = Position(epoch, len(self._chunks(epoch))), self._objective
+        return Batch(none, none, 0, none, none_BK, self._reach, epoch + 1, after, objective=of)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return the state to resume from `position` (JSON-serializable)."""

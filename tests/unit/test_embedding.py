@@ -312,6 +312,10 @@ def test_a_copy_trains_on_by_itself(tmp_path, duplicate, state_storage):
         train_step(*each, *list(batches())[1])
     assert torch.equal(weights(pair[0]), weights(other[0]))
     assert not torch.equal(weights(pair[0]), weights(untouched))
+    before = weights(untouched)
+    with pytest.warns(UserWarning, match="no PagedOptimizer steps this PagedEmbedding"):
+        train_step(untouched, torch.optim.SGD(untouched.parameters(), 0.1), *next(batches()))
+    assert not torch.equal(weights(untouched), before)
 
 
 def test_a_table_that_is_made_in_inference_mode_trains(tmp_path):

@@ -123,12 +123,14 @@ class PagedTable:
         self.cached_at: int | None = None  # version of the weight; None: no row is cached
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles hold: the table, without gradients."""
+        """Return what copies and pickles hold: rows, without gradients or an optimizer."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "announced", "cached_at"))
-        return vars(self) | {"_store": self.store, "unsent": {}, "weight": _no_weight} | gone
+        own = {"_store": self.store, "unsent": {}, "weight": _no_weight}
+        own |= dict.fromkeys(("has_optimizer", "fused", "shows_grad"), False)
+        return vars(self) | own | gone
 
     @property
     def store(self) -> Rows:

@@ -182,6 +182,9 @@ class RowOptimizer:
         group["lr"] = lr
         optimizer.state[parameter] = state
         optimizer.step()
+        optimizer.state.clear()  # free the rows' memory
+        parameter.grad = None
+        parameter.data = weight_UD.new_empty(0)
 
 
 class _Rowwise(Optimizer):

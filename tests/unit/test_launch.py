@@ -18,7 +18,7 @@ from w2v.rows import launch, ops
 from w2v.rows.cache import RowCache
 from w2v.rows.group import RowGroup
 from w2v.rows.link import MappedLink
-from w2v.rows.moves import GpuPlanner, PageRows
+from w2v.rows.moves import GpuPlanner, WantedRows
 from w2v.rows.ops import Bags, Span, Spans, View
 from w2v.rows.optim import Hyper, RowOptimizer
 from w2v.word2vec import cuda
@@ -217,11 +217,11 @@ def cache_rows():
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
     table = make_table(optimizer, VECTORS, DIM)
     marked = RowCache(table, 20, CPU, True, GpuPlanner)
-    marked.prefetch(PageRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
+    marked.prefetch(WantedRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
     marked.view()
     listed = RowCache(table, 20, CPU, False, GpuPlanner)
     rows_U, known = torch.arange(5), torch.tensor([5, 0])
-    listed.prefetch(PageRows(None, None, [rows_U], [(rows_U, None), (rows_U, known)]))
+    listed.prefetch(WantedRows(None, None, [rows_U], [(rows_U, None), (rows_U, known)]))
     listed.wait()
     listed.slots_of(rows_U)
     listed.flush()

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from w2v.config import ConfigError
 from w2v.rows.link import Link, MappedLink, Waits, current_stream, link_between, on_stream
-from w2v.rows.moves import MOST_ROWS, GpuPlanner, PageRows, TorchPlanner
+from w2v.rows.moves import MOST_ROWS, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.ops import View
 from w2v.rows.table import Table
 
@@ -84,7 +84,7 @@ class Engine:
         """What has crossed the link so far."""
         return TransferStats(rows_read=self._table.rows * self._is_copy)
 
-    def prefetch(self, page: PageRows) -> None:
+    def prefetch(self, page: WantedRows) -> None:
         """Start to load the rows of the next page."""
 
     def wait(self) -> None:
@@ -163,7 +163,7 @@ class RowCache(Engine):
     def slots_of(self, rows_U: Tensor) -> Tensor:
         return self.planner.slot_of_A.index_select(0, rows_U)
 
-    def prefetch(self, page: PageRows) -> None:
+    def prefetch(self, page: WantedRows) -> None:
         """Plan on the current stream, and start the moves for the next page."""
         self._require_whole()
         self._is_whole = False
@@ -172,7 +172,7 @@ class RowCache(Engine):
         # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             self._wait(event)
-        self.planner.plan(page, self._plan, self._plan - 1)
+        self.planner.plan(page, self._plan)
         self._record(self._planned)
         with on_stream(self._reads):
             self._wait(self._planned)
@@ -207,7 +207,7 @@ class RowCache(Engine):
         if not is_done:
             self._wait(self._arrived)
             self._is_whole = False
-            self.planner.plan(None, self._plan, self._plan)
+            self.planner.plan(None, self._plan)
             self._move()
             self._record(self._planned)  # the next plan follows these moves
             self._is_whole = True
@@ -293,7 +293,7 @@ class CachedLink(Link):
 
         Args:
             lists: Its rows.
-            soon: As in `PageRows`.
+            soon: As in `WantedRows`.
             part: If given, the lists replace those of this part of the current page, whose other
                 parts become those of the next page too, if they fit.
         """
@@ -317,7 +317,7 @@ class CachedLink(Link):
             self._parts_seen.clear()
         if part is not None:
             self._parts_seen.add(part)
-        cache.prefetch(PageRows(lists=list(_lists(page)), soon=soon, is_counted=is_counted))
+        cache.prefetch(WantedRows(lists=list(_lists(page)), soon=soon, is_counted=is_counted))
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 

@@ -33,8 +33,8 @@ NOTHING = Wanted(marks=None, used_soon=None, uses=None, is_counted=False, halve=
 class Moves(NamedTuple):
     """Lists of rows to load and to evict, on the GPU.
 
-    plan: int64: the number of loaded rows, and how many of them get unused slots, which are first
-    in the list; the others get the slots of the evicted rows, in order.
+    plan: struct Plan of cache.cu, int64 [6]: first the number of loaded rows, and how many of them
+    get unused slots. These are first in the list; the others get the evicted rows' slots, in order.
     """
 
     loaded: Tensor  # int32
@@ -43,7 +43,7 @@ class Moves(NamedTuple):
     plan: Tensor
 
 
-class PageRows(NamedTuple):
+class WantedRows(NamedTuple):
     """Rows that a page needs: marks, or lists.
 
     marks_A, soon_A: bool, whether each row is needed, and whether it is evicted last. lists: rows,
@@ -84,19 +84,21 @@ class TorchPlanner:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(none,) * 3] * 2
 
-    def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
+    def plan(self, page: WantedRows | None, number: int) -> None:
         """Assign free or evicted slots to missing rows, and list the copies.
+
+        Rows of this plan are not evicted, nor are those of the plan before it, which may still
+        compute.
 
         Args:
             page: Rows that the page needs. None: those that plan `number` was given before and left
-                without slots.
+                without slots; the plan before it is done.
             number: Number of this plan.
-            in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
         """
         wanted_A = protected_A = self._wanted[number % 2]
         if page is not None:
             self._mark(page, wanted_A, number)
-            protected_A = self._wanted[0] | self._wanted[1]  # the page before may still compute
+            protected_A = self._wanted[0] | self._wanted[1]
         missing_A = wanted_A & ~self._cached_A
         evictable_A = self._cached_A & ~protected_A
         masks = missing_A, evictable_A & self._late_A, evictable_A & ~self._late_A
@@ -105,7 +107,7 @@ class TorchPlanner:
             torch.nonzero_static(mask_A, size=count).flatten()
             for mask_A, count in zip(masks, counts, strict=True)
         )
-        # Rows are evicted from the last, which are those of rare words.
+        # From the last on: rows of word2vec are sorted by their words' counts.
         evictable = torch.cat([late, others])
         empty = self._capacity - self._slots_in_use
         evictions = min(max(0, len(missing) - empty), len(evictable))
@@ -126,7 +128,7 @@ class TorchPlanner:
         self._read += len(loaded_U)
         self._written += evictions
 
-    def _mark(self, page: PageRows, wanted_A: Tensor, number: int) -> None:
+    def _mark(self, page: WantedRows, wanted_A: Tensor, number: int) -> None:
         """Mark the rows of a page and those evicted last, and count uses."""
         wanted_A.zero_()
         if page.marks_A is not None:
@@ -216,13 +218,12 @@ class GpuPlanner:
         self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
-    def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
+    def plan(self, page: WantedRows | None, number: int) -> None:
         """Do as `TorchPlanner.plan`."""
-        is_final = in_use == number
         wanted = NOTHING if page is None else self._wanted_by(page, number)
         rows = Rows(
             wanted=self._wanted[number % 2],
-            in_use=None if is_final else self._wanted[in_use % 2],
+            in_use=None if page is None else self._wanted[(number - 1) % 2],
             cached=self._cached_W,
             late=self._late_W,
         )
@@ -235,7 +236,7 @@ class GpuPlanner:
             count=self._rows,
             counts=self._counts,
             slots=self._capacity,
-            final=is_final,
+            final=page is None,
             done=self._done,
             totals=self.counters,
             plan=moves.plan,
@@ -250,7 +251,7 @@ class GpuPlanner:
             next_wanted=self._wanted[(number + 1) % 2],
         )
 
-    def _wanted_by(self, page: PageRows, number: int) -> Any:
+    def _wanted_by(self, page: WantedRows, number: int) -> Any:
         """Return struct Wanted of a page, with room for its moves."""
         most = self._rows
         if page.marks_A is None:

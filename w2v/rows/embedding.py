@@ -669,7 +669,7 @@ def find(table: PagedTable, ids: Ids, page: RowPage | None) -> RowPage:
         else:
             (page,) = lookup.look_up([table.store], [ids], [table.span])
         # Beside rows of other tables of the group, as only this one has been looked up.
-        lookup.prefetch(table.store.group, [page.look_up.own], part=table.store.first_row)
+        lookup.prefetch(table.store.group, [page.look_up.own], one_table=table.store.first_row)
     return page
 
 

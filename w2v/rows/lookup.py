@@ -374,22 +374,22 @@ def prefetch(
     group: RowGroup,
     look_ups: Sequence[LookUp],
     soon: Sequence[LookUp] = (),
-    part: int | None = None,
+    one_table: int | None = None,
 ) -> None:
     """Begin to bring the rows of a page, as `CachedLink.prefetch`.
 
-    Without `part` it is one of `PagedOptimizer.pages`, which may get room. Wrong ids are refused by
-    `wait`, when they are used.
+    Without `one_table` it is one of `PagedOptimizer.pages`, which may get room. Wrong ids are
+    refused by `wait`, when they are used.
     """
-    if not (group.caches or (group.pages_only and part is None)):
+    if not (group.caches or (group.pages_only and one_table is None)):
         return
     with group.lock:
         lists = [its.wait() for its in look_ups if its.layout is group.layout and its.is_valid()]
-        if part is None:
+        if one_table is None:
             group.make_room(sum(rows_U.shape[0] for rows_U in lists))
         later = [(its.rows_N, its.known) for its in soon if its.layout is group.layout]
         for cache in group.caches:
-            cache.prefetch(lists, later, part)
+            cache.prefetch(lists, later, one_table)
 
 
 @outside_inference

@@ -59,12 +59,10 @@ class TransferStats(NamedTuple):
 class Engine:
     """Loads the rows of a table to the compute device, a page at a time.
 
-    A row is in one place at a time, so overlap changes no result. `moves_rows` says whether rows
-    have to be prefetched at all. This is the engine of a table whose rows are all on the compute
-    device, CPU or GPU: paging with nothing to move.
+    This one is for a table whose rows are all there, CPU or GPU: paging with nothing to move.
+    `moves_rows` says whether rows have to be prefetched at all.
 
     Args:
-        table: The table.
         device: If given, a copy of the records is there until `flush`.
     """
 
@@ -110,9 +108,7 @@ class RowCache(Engine):
     """Cache of rows on the device, in slots that a planner assigns.
 
     Args:
-        table: The table.
         slots: Capacity of the cache in rows.
-        device: The compute device.
         is_timed: Whether `stats` have the time of waits. It costs as much as two launches a page:
             too much for pages of one batch.
         planner: By default the one that suits the link.
@@ -141,7 +137,6 @@ class RowCache(Engine):
         self._is_timed = is_timed
         self._plan = 0
         self._is_consistent = True  # no error came between a plan and its moves
-        self._second_plan_done = True  # or not needed: all rows of the page have slots
         self._arrived_plan = 0  # the plan whose rows have arrived
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # Events after the last plan, after the moves of each of the last two plans, and after the
@@ -168,7 +163,6 @@ class RowCache(Engine):
         self._require_consistent()
         self._is_consistent = False
         self._plan += 1
-        self._second_plan_done = False
         # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             self._wait(event)
@@ -189,9 +183,7 @@ class RowCache(Engine):
             self._arrived_plan = self._plan
 
     def flush(self) -> None:
-        self._require_consistent()
-        self._finish_plan()
-        self._wait(self._arrived)
+        self.wait()
         # The rows stay cached as well, so training goes on without reading them again.
         for first, slot_of_a in enumerate(self.planner.slot_of_A.split(FLUSHED_ROWS)):
             cached_U = torch.nonzero(slot_of_a != self.slots).flatten()
@@ -203,15 +195,13 @@ class RowCache(Engine):
 
     def _finish_plan(self) -> None:
         """Assign slots to rows without one, once the page before is done."""
-        is_done = self._second_plan_done or self.planner.has_placed_all(self._plan, self._planned)
-        if not is_done:
+        if not self.planner.has_placed_all(self._plan, self._planned):
             self._wait(self._arrived)
             self._is_consistent = False
             self.planner.plan(None, self._plan)
             self._move()
             self._record(self._planned)  # the next plan follows these moves
             self._is_consistent = True
-        self._second_plan_done = True
         self._check_capacity()
 
     def _require_consistent(self) -> None:
@@ -252,9 +242,7 @@ class CachedLink(Link):
 
     Args:
         link: Moves the records between the table and the device.
-        table: The table.
         slots: Capacity of the cache in rows.
-        device: The compute device.
     """
 
     def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
@@ -287,9 +275,9 @@ class CachedLink(Link):
         soon: Sequence[tuple[Tensor, Tensor | None]] = (),
         one_table: int | None = None,
     ) -> None:
-        """Prefetch the next page; the current page stays valid until `make_current`.
+        """Prefetch the next page; the current one is valid until `make_current`.
 
-        If there is a next page already, both it and the current page are given up.
+        If there is a next page already, both it and the current one are given up.
 
         Args:
             lists: Its rows.

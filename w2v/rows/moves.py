@@ -60,9 +60,7 @@ class WantedRows(NamedTuple):
 
 
 class TorchPlanner:
-    """Plans the moves of a cache in plain torch.
-
-    It is the specification of `GpuPlanner`, which has the same arguments.
+    """Plans the moves of a cache in plain torch, as `GpuPlanner` has to.
 
     Attributes:
         slot_of_A: int32, the slot of each row; S for rows that are not cached.
@@ -182,13 +180,7 @@ class GpuPlanner:
     reaches HIGHEST_LIMIT, and every AGE plans. The CPU never waits for a plan's result. The rows
     evicted are those of a `TorchPlanner`, but where a page is replaced before it was used.
 
-    Args:
-        slots: Capacity of the cache in rows.
-        rows: Number of rows.
-        device: The GPU.
-
     Attributes:
-        slot_of_A: int32, the slot of each row; S for rows that are not cached.
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
@@ -202,11 +194,10 @@ class GpuPlanner:
         self._warps = -(-rows // WARP_ROWS)
         words = self._warps * WARP_ROWS // 32
         # Bits of rows that two plans want, cached rows, rows evicted last, and numbers of uses.
-        self._bits = torch.zeros(4 + USE_BITS, words, dtype=torch.int32, device=device)
-        *self._wanted, self._cached_W, self._late_W = self._bits[:4]
-        self._uses = self._bits[4:]
-        shape = 3, self._warps + 1
-        misses, first, last = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+        bits = torch.zeros(4 + USE_BITS, words, dtype=torch.int32, device=device)
+        *self._wanted, self._cached_W, self._late_W = bits[:4]
+        self._uses = bits[4:]
+        misses, first, last = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
         self._counts = RowCounts(
             misses=misses, evict_first=first, evict_last=last, stretches=self._warps
         )

@@ -312,11 +312,14 @@ def step_rows(
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
     launch = _step_of_one_table(optimizer, records_SR.dtype, device, dim, step_column)
+    row_grads = c_struct("unique.cuh", "RowGrads")
     launch(
         blocks_for(32 * rows),
         view=View(records_SR, None),
         # The kernel gets slots in place of rows, and no slot of each row.
-        rows=slot_grads(slots_U, grad_UD, count),
+        rows=row_grads(
+            index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count
+        ),
         row_width=records_SR.shape[1],
         lr=float(lr),
         table_step=step,
@@ -345,12 +348,6 @@ def _step_of_one_table(
         loss=torch.zeros((), dtype=torch.float64, device=device),
         this_step=0,
     )
-
-
-def slot_grads(slots_U: Tensor, grad_UD: Tensor, count: Tensor) -> Any:
-    """Return gradients of rows that no index finds, as struct RowGrads."""
-    grads = c_struct("unique.cuh", "RowGrads")
-    return grads(index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count)
 
 
 def no_places() -> Any:

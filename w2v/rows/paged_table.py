@@ -125,7 +125,7 @@ class PagedTable:
         self.announced: RowPage | None = None  # of the current batch of `PagedOptimizer.pages`
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles hold: rows, without gradients or an optimizer."""
+        """Return what copies and pickles hold: no gradients, no optimizer."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.

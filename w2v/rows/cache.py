@@ -37,8 +37,7 @@ from w2v.rows.moves import MOST_ROWS, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.ops import View
 from w2v.rows.table import Table
 
-# Rows of a page by table, known by its first row; None: lists that are of all tables.
-PageLists = dict[int | None, list[Tensor]]
+PageLists = dict[int | None, list[Tensor]]  # by the first row of their table; None: of all tables
 FLUSHED_ROWS = 1 << 24  # of a table, cached or not, that `flush` handles at a time
 
 

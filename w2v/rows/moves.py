@@ -26,7 +26,7 @@ AGE = 2048  # plans after which numbers of uses are halved, whatever the limit i
 # take more blocks: less is under way in each.
 EXCHANGE_BLOCKS, NARROW_BLOCKS = 16, 24
 NARROW_BYTES = 1024
-Rows, RowCounts, Wanted = (c_struct("cache.cu", name) for name in ("Rows", "RowCounts", "Wanted"))
+Bits, RowCounts, Wanted = (c_struct("cache.cu", name) for name in ("Bits", "RowCounts", "Wanted"))
 NOTHING = Wanted(marks=None, used_soon=None, uses=None, is_counted=False, halve=False)
 
 
@@ -212,7 +212,7 @@ class GpuPlanner:
     def plan(self, page: WantedRows | None, number: int) -> None:
         """Do as `TorchPlanner.plan`."""
         wanted = NOTHING if page is None else self._wanted_by(page, number)
-        rows = Rows(
+        bits = Bits(
             wanted=self._wanted[number % 2],
             in_use=None if page is None else self._wanted[(number - 1) % 2],
             cached=self._cached_W,
@@ -222,7 +222,7 @@ class GpuPlanner:
         blocks = -(-32 * self._warps // THREADS)
         kernel("cache.cu", "survey")(
             blocks,
-            all=rows,
+            all=bits,
             page=wanted,
             count=self._rows,
             counts=self._counts,
@@ -235,7 +235,7 @@ class GpuPlanner:
         )
         kernel("cache.cu", "list")(
             blocks,
-            all=rows,
+            all=bits,
             counts=self._counts,
             slot_of=self.slot_of_A,
             moves=moves,

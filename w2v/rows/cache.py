@@ -206,8 +206,8 @@ class RowCache(Engine):
     def _require_consistent(self) -> None:
         """Raise `RuntimeError` if an error came between a plan and its moves."""
         if not self._is_consistent:
-            inconsistent = "the row cache is inconsistent after an earlier error"
-            raise RuntimeError(f"{inconsistent}; reload the last checkpoint")
+            remedy = "make the tables anew and load the last checkpoint"
+            raise RuntimeError(f"the row cache is inconsistent after an earlier error; {remedy}")
 
     def _move(self) -> None:
         self.planner.move(self._plan, self._link, self._table.records_VR, self.records_SR)

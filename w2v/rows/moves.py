@@ -48,7 +48,7 @@ class WantedRows(NamedTuple):
 
     marks_A, soon_A: bool, whether each row is needed, and whether it is evicted last. lists: rows,
     int64. soon: rows of later pages, which are evicted last: pairs of a list and None, or of a
-    buffer and `FoundRows.known`, the number of rows at its front. is_counted: whether the page adds
+    buffer and `FoundRows.row_count`, of rows at its front. is_counted: whether the page adds
     1 to the number of uses of its rows.
     """
 
@@ -141,8 +141,8 @@ class TorchPlanner:
         torch.gt(self._uses_A, self._limit, out=self._late_A)
         if page.soon_A is not None:
             self._late_A |= page.soon_A
-        for rows_U, known in page.soon:
-            count, is_wrong = (len(rows_U), 0) if known is None else known.tolist()
+        for rows_U, row_count in page.soon:
+            count, is_wrong = (len(rows_U), 0) if row_count is None else row_count.tolist()
             self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
 
     def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
@@ -250,8 +250,8 @@ class GpuPlanner:
         self._make_room(number, most)
         for rows_U in page.lists:
             self._mark(rows_U, None, self._wanted[number % 2])
-        for soon_U, known in page.soon:
-            self._mark(soon_U, known, self._late_W)
+        for soon_U, row_count in page.soon:
+            self._mark(soon_U, row_count, self._late_W)
         return Wanted(
             marks=page.marks_A,
             used_soon=page.soon_A,
@@ -289,11 +289,11 @@ class GpuPlanner:
         _, used, read, written, _ = self.counters.tolist()
         return used, read, written
 
-    def _mark(self, rows_U: Tensor, known: Tensor | None, words_W: Tensor) -> None:
+    def _mark(self, rows_U: Tensor, row_count: Tensor | None, words_W: Tensor) -> None:
         """Set the bits of rows."""
         count = rows_U.shape[0]
         launch = kernel("cache.cu", "mark_rows")
-        launch(blocks_for(count), rows=rows_U, count=count, known=known, words=words_W)
+        launch(blocks_for(count), rows=rows_U, count=count, row_count=row_count, words=words_W)
 
 
 def exchange_records(

@@ -83,7 +83,7 @@ class FoundRows(NamedTuple):
     places_N: Tensor  # int64, the place of each id among the rows
     rows_N: Tensor  # int64, the rows, by rank and then sorted, at the front
     narrow_N: Tensor  # the same in 32 bits
-    known: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
+    row_count: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
     last_N: Tensor | None  # int64, the last id of each row
 
 
@@ -116,7 +116,7 @@ def find_rows(
     numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
     kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, known = kept.split_with_sizes([ids, ids, 2])
+    places_N, rows_N, row_count = kept.split_with_sizes([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     look_up = c_struct("lookup.cu", "LookUp")(
@@ -133,14 +133,14 @@ def find_rows(
         narrow=narrow_N,
         places=places_N,
         readback=readback,
-        known=known,
+        row_count=row_count,
         rest=rest_N,
         last=last_N,
     )
     blocks = blocks_for(ids)
     in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")
     in_turn(blocks, word_blocks, word_blocks, blocks, look_up=look_up)
-    return FoundRows(places_N, rows_N, narrow_N, known, last_N)
+    return FoundRows(places_N, rows_N, narrow_N, row_count, last_N)
 
 
 def move_records(

@@ -658,7 +658,7 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                     whole = None
             if whole and len(set(counts)) == 1:
                 sums_UD, memory_UD = whole.take_sums()
-                rows = whole.wait(), whole.narrow_N, whole.known
+                rows = whole.wait(), whole.narrow_N, whole.row_count
                 group.step(optimizer, counts[0], seeds[0], sums_UD, lr, *rows)
                 group.zeros_UD = memory_UD  # the step has made the sums 0
             else:

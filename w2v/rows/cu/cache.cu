@@ -211,10 +211,10 @@ extern "C" __global__ void list(
     next_wanted[word] = 0;  // last, as it may be in_use
 }
 
-// Set the bits of rows, where a row's position is its number. known: as place_ids writes it, if the
-// GPU alone knows how many there are.
+// Set the bits of rows, where a row's position is its number. row_count: as place_ids writes it, if
+// the GPU alone knows how many there are.
 extern "C" __global__ void mark_rows(
-    const long long* rows, long long count, OPTIONAL const long long* known, unsigned* words) {
-    if (known) count = known[1] ? 0 : known[0];
+    const long long* rows, long long count, OPTIONAL const long long* row_count, unsigned* words) {
+    if (row_count) count = row_count[1] ? 0 : row_count[0];
     each_thread(count, [&](long long i) { atomicOr(words + rows[i] / 32, 1u << rows[i] % 32); });
 }

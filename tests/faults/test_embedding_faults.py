@@ -219,16 +219,20 @@ def test_pages_that_were_prefetched_and_never_used(device):
     assert torch.equal(weights(table), weights(pairs[0][0]))
 
 
-def test_an_error_while_a_page_is_prefetched(monkeypatch):
+def test_an_error_while_a_page_is_prefetched(tmp_path, monkeypatch):
     """What was interrupted half-way is refused from then on."""
     _, cached = cached_pair()
     train_on(cached, ids_of([1, 2], [3, 4]))
+    cached[1].save(tmp_path, 1)
+    saved = weights(cached[0])
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(TorchPlanner, "move", mock.Mock(side_effect=MemoryError))
         train_on(cached, ids_of([7, 8]))
     for use in (lambda: cached[0].weight.data, lambda: cached[0]([7, 8]), lambda: cached[0]([1])):
-        with pytest.raises(RuntimeError, match="row cache is inconsistent"):
+        with pytest.raises(RuntimeError, match="inconsistent .*; make the tables anew and load"):
             use()
+    table, optimizer = cached_pair()[1]
+    assert optimizer.load(tmp_path) == 1 and torch.equal(weights(table), saved)
 
 
 def test_a_forked_process_does_not_write_cached_rows_to_a_file(tmp_path):

@@ -16,7 +16,7 @@ from tests.support.each_case import each_case
 from tests.support.steps import make_step, records, train
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.rows.cache import RowCache
-from w2v.rows.moves import AGE, HIGHEST_LIMIT, GpuPlanner, PageRows, TorchPlanner
+from w2v.rows.moves import AGE, HIGHEST_LIMIT, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.table import Table
 from w2v.word2vec.batch import Lookahead
 from w2v.word2vec.reference import ReferenceKernels, unique_rows
@@ -161,7 +161,7 @@ def test_least_frequent_rows_are_evicted_first():
     step = make("cache", slots=6)
     trained(step, batches_of(({0, 20}, {1}), ({5}, ()), ({7}, ()), ({8}, ()), ({9}, ())))
     assert step.engine.stats[1:3] == (7, 1)
-    step.engine.prefetch(PageRows(marks(step, [0, 5], [1])))
+    step.engine.prefetch(WantedRows(marks(step, [0, 5], [1])))
     assert step.engine.stats.rows_read == 7  # so it was row 20 that was evicted
 
 
@@ -180,7 +180,7 @@ def cached(cache):
 
 
 def page_of(*rows, soon=(), is_counted=True):
-    return PageRows(None, None, [ids(rows)], [(ids(soon), None)], is_counted)
+    return WantedRows(None, None, [ids(rows)], [(ids(soon), None)], is_counted)
 
 
 def use(cache, *pages):
@@ -243,7 +243,7 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
         soon = [[], [(later, None)], [(buffer, numbers)]][turn % 3]
         masks = []
         for cache in caches:
-            use(cache, PageRows(None, None, lists, soon, turn % 7 > 0))
+            use(cache, WantedRows(None, None, lists, soon, turn % 7 > 0))
             slots_V = cache.slots_of(every_V)
             masks.append(slots_V != slots)
             slots_U = slots_V[masks[-1]].long()
@@ -280,7 +280,7 @@ def test_rows_of_the_lookahead_window_are_evicted_last(name, soon, cached):
     step = make(name, slots=6)
     soon_A = None if soon is None else marks(step, soon)
     for words, window_A in (({0, 20, 21, 22}, None), ({5}, None), ({6}, None), ({7, 8}, soon_A)):
-        step.engine.prefetch(PageRows(marks(step, words), window_A))
+        step.engine.prefetch(WantedRows(marks(step, words), window_A))
         slot_of_A = step.engine.view().slot_of_A
     assert {*torch.nonzero(slot_of_A != 6).flatten().tolist()} == {2 * word for word in cached}
 

@@ -10,7 +10,7 @@ from tests.support.steps import train
 from w2v.config import OptimizerConfig
 from w2v.rows.cache import Engine, RowCache
 from w2v.rows.link import MappedLink
-from w2v.rows.moves import PageRows
+from w2v.rows.moves import WantedRows
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table
 from w2v.system.resources import free_host_bytes, lockable_bytes
@@ -82,7 +82,7 @@ def test_rows_are_cached_and_evicted():
         rows = some_rows(550, seed)
         marks_A.zero_()
         marks_A[rows.cuda() + FIRST] = True
-        engine.prefetch(PageRows(marks_A))
+        engine.prefetch(WantedRows(marks_A))
         view = engine.view()
         slots = view.slots(rows.cuda() + FIRST)
         assert torch.equal(view.records_SR[slots].cpu(), expected[rows])

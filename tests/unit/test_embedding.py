@@ -6,6 +6,7 @@ import io
 import pickle
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -312,6 +313,10 @@ def test_a_copy_trains_on_by_itself(tmp_path, duplicate, state_storage):
         train_step(*each, *list(batches())[1])
     assert torch.equal(weights(pair[0]), weights(other[0]))
     assert not torch.equal(weights(pair[0]), weights(untouched))
+    before = weights(untouched)
+    with pytest.warns(UserWarning, match="no PagedOptimizer steps this PagedEmbedding"):
+        train_step(untouched, torch.optim.SGD(untouched.parameters(), 0.1), *next(batches()))
+    assert not torch.equal(weights(untouched), before)
 
 
 def test_a_table_that_is_made_in_inference_mode_trains(tmp_path):
@@ -898,15 +903,23 @@ def test_weights_and_states_are_current_while_rows_are_cached(tmp_path):
 def test_micro_batches_read_their_rows_and_the_step_each_row_once(monkeypatch):
     table = PagedEmbedding(MANY, DIM, seed=1)
     optimizer = PagedOptimizer(table, "Adam", lr=0.1)
-    read = []
+    read, memory = [], []
     group = table.store.group
-    monkeypatch.setattr(
-        group, "read", lambda rows_U, read_rows=group.read: read.append(rows_U) or read_rows(rows_U)
-    )
+
+    def noted(rows_U, read_rows=group.read):
+        read.append(rows_U)
+        records = read_rows(rows_U).numpy()
+        memory.append(weakref.ref(records))
+        return torch.from_numpy(records)
+
+    monkeypatch.setattr(group, "read", noted)
     for ids in ([1, 2, 2], [2, 3], [3, 4]):
         table(ids).sum().backward()
     optimizer.step()
     assert [rows_U.tolist() for rows_U in read] == [[1, 2], [2, 3], [3, 4], [1, 2, 3, 4]]
+    table([5]).sum().backward()
+    optimizer.step()  # of records that the forward pass has read
+    assert len(memory) == 5 and all(records() is None for records in memory)
 
 
 def test_batches_for_a_model_without_tables_are_those_of_the_loader():

@@ -5,7 +5,7 @@ import torch
 
 from w2v.rows.cache import Engine, RowCache
 from w2v.rows.link import measure_copy_rate
-from w2v.rows.moves import PageRows
+from w2v.rows.moves import WantedRows
 from w2v.rows.table import RowState, Table
 
 ROWS, DIM = 800, 30
@@ -39,7 +39,7 @@ def test_pages_bring_and_write_back_exactly_the_marked_rows(place):
     view = rows_U = None
     used = 0
     for marks_A in marked:
-        engine.prefetch(PageRows(marks_A.to(device)))
+        engine.prefetch(WantedRows(marks_A.to(device)))
         if view:  # the current page is computed while the next one is prefetched
             view.records_SR[view.slots(rows_U.to(device))] *= 2
             expected_AR[rows_U] *= 2
@@ -58,7 +58,7 @@ def test_pages_bring_and_write_back_exactly_the_marked_rows(place):
 def test_the_view_of_a_resident_table_is_the_table_itself(device):
     table = make_table(device)
     engine = Engine(table)
-    engine.prefetch(PageRows(random_marks(1).to(device)))
+    engine.prefetch(WantedRows(random_marks(1).to(device)))
     rows_U = torch.tensor([3, 5], device=device)
     assert engine.view().records_SR is table.records_VR
     assert engine.view().slots(rows_U) is rows_U
@@ -78,7 +78,7 @@ def test_wait_is_as_long_as_the_moves_take():
         engine, seconds = RowCache(table, rows, device), []
         for is_wanted_A in (every_A < 1, every_A < rows, every_A < rows, every_A >= rows):
             before = engine.stats.wait_seconds
-            engine.prefetch(PageRows(is_wanted_A))
+            engine.prefetch(WantedRows(is_wanted_A))
             engine.view()
             torch.cuda.synchronize()
             seconds.append(engine.stats.wait_seconds - before)

@@ -18,7 +18,7 @@ from w2v.rows import launch, ops
 from w2v.rows.cache import RowCache
 from w2v.rows.group import RowGroup
 from w2v.rows.link import MappedLink
-from w2v.rows.moves import GpuPlanner, PageRows
+from w2v.rows.moves import GpuPlanner, WantedRows
 from w2v.rows.ops import Bags, Span, Spans, View
 from w2v.rows.optim import Hyper, RowOptimizer
 from w2v.word2vec import cuda
@@ -195,7 +195,7 @@ def exchange_rows():
     ranks.size = 2
     requested = BatchRows(torch.arange(5), RowGroup(update.table, CPU), kernels.shape)
     requested.receive(ranks, torch.arange(9), [4, 5])
-    requested.own.narrow_N, requested.own.known = torch.arange(9).int(), torch.tensor([9, 0])
+    requested.own.narrow_N, requested.own.row_count = torch.arange(9).int(), torch.tensor([9, 0])
     rows = kernels.sum_by_row(requested, torch.zeros(9, DIM), torch.zeros(9).int())
     loss, pairs = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     kernels.optimizer_step(update, view, Grads(rows, loss, pairs), state)
@@ -219,11 +219,11 @@ def cache_rows():
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
     table = make_table(optimizer, VECTORS, DIM)
     marked = RowCache(table, 20, CPU, True, GpuPlanner)
-    marked.prefetch(PageRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
+    marked.prefetch(WantedRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
     marked.view()
     listed = RowCache(table, 20, CPU, False, GpuPlanner)
-    rows_U, known = torch.arange(5), torch.tensor([5, 0])
-    listed.prefetch(PageRows(None, None, [rows_U], [(rows_U, None), (rows_U, known)]))
+    rows_U, row_count = torch.arange(5), torch.tensor([5, 0])
+    listed.prefetch(WantedRows(None, None, [rows_U], [(rows_U, None), (rows_U, row_count)]))
     listed.wait()
     listed.slots_of(rows_U)
     listed.flush()
@@ -317,7 +317,7 @@ def mark_rows(launches):
 
 
 def mark_rows_args(**changes):
-    args = {"rows": torch.arange(4), "count": 4, "known": None}
+    args = {"rows": torch.arange(4), "count": 4, "row_count": None}
     return args | {"words": torch.zeros(1, dtype=torch.int32)} | changes
 
 

@@ -11,7 +11,7 @@ from tests.support.pairwise import pairwise
 from tests.support.zipf import zipf_text
 from w2v.config import ModelConfig
 from w2v.rows.cache import RowCache
-from w2v.rows.moves import PageRows
+from w2v.rows.moves import WantedRows
 from w2v.rows.table import Table
 from w2v.training.build import LOOKAHEAD_SHARE, choose_lookahead, choose_paging
 from w2v.training.memory import MOST_STEPS
@@ -116,7 +116,7 @@ def misses(text, lookahead, slots, pages):
     read = []
     for batch in islice(batches, 2 * pages):
         soon_A = None if batch.lookahead is None else batch.lookahead.soon_A
-        cache.prefetch(PageRows(marks([batch]), soon_A))
+        cache.prefetch(WantedRows(marks([batch]), soon_A))
         cache.view()
         read.append(cache.stats.rows_read)
     return read[-1] - read[pages]

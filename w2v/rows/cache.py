@@ -1,17 +1,16 @@
 """Caches of rows on the GPU; moves overlap with computation.
 
 A cache of S slots has records of a table, each row in one slot at most. That slot owns the row
-until it is written back: a row is never in two places, so overlap changes no result. Beside the
-computation run
+until it is written back: a row is never in two places, so overlap changes no result. A page takes
 
-    plans    which rows miss, which slots they get, which rows are evicted (the caller's stream)
-    moves    evicted rows to CPU memory, missing rows into their slots
+    a plan   which rows miss, which slots they get, which rows are evicted (the caller's stream)
+    moves    evicted rows to CPU memory, missing rows into their slots (a stream beside it)
 
 Rows used least are evicted first, those in the lookahead window last (rows/cu/cache.cu).
 
 Page t computes while the rows of page t + 1 move: rows of both are protected from eviction. If too
-few slots are left for all misses of page t + 1, the rows used most are loaded at once, and the
-others by a second plan once page t is done. A page of more than S rows is a user error.
+few slots are left for all misses of page t + 1, the first rows are loaded at once, and the others
+by a second plan once page t is done. A page of more than S rows is a user error.
 
 Moves follow the order of their plans, and the writes of a plan come before its reads. The
 computation waits for its reads. A plan waits for the page before the current one, whose rows it may
@@ -34,11 +33,11 @@ from torch import Tensor
 
 from w2v.config import ConfigError
 from w2v.rows.link import Link, MappedLink, Waits, current_stream, link_between, on_stream
-from w2v.rows.moves import MOST_ROWS, GpuPlanner, PageRows, TorchPlanner
+from w2v.rows.moves import MOST_ROWS, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.ops import View
 from w2v.rows.table import Table
 
-PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
+PageLists = dict[int | None, list[Tensor]]  # by the first row of their table; None: of all tables
 FLUSHED_ROWS = 1 << 24  # of a table, cached or not, that `flush` handles at a time
 
 
@@ -59,12 +58,10 @@ class TransferStats(NamedTuple):
 class Engine:
     """Loads the rows of a table to the compute device, a page at a time.
 
-    A row is in one place at a time, so overlap changes no result. `moves_rows` says whether rows
-    have to be prefetched at all. This is the engine of a table whose rows are all on the compute
-    device, CPU or GPU: paging with nothing to move.
+    This one is for a table whose rows are all there, CPU or GPU: paging with nothing to move.
+    `moves_rows` says whether rows have to be prefetched at all.
 
     Args:
-        table: The table.
         device: If given, a copy of the records is there until `flush`.
     """
 
@@ -84,7 +81,7 @@ class Engine:
         """What has crossed the link so far."""
         return TransferStats(rows_read=self._table.rows * self._is_copy)
 
-    def prefetch(self, page: PageRows) -> None:
+    def prefetch(self, page: WantedRows) -> None:
         """Start to load the rows of the next page."""
 
     def wait(self) -> None:
@@ -110,11 +107,9 @@ class RowCache(Engine):
     """Cache of rows on the device, in slots that a planner assigns.
 
     Args:
-        table: The table.
         slots: Capacity of the cache in rows.
-        device: The compute device.
-        is_timed: Whether `stats` have the time of waits. Of pages of one batch, to take it would
-            cost as much as two launches.
+        is_timed: Whether `stats` have the time of waits. It costs as much as two launches a page:
+            too much for pages of one batch.
         planner: By default the one that suits the link.
     """
 
@@ -140,8 +135,7 @@ class RowCache(Engine):
         self._view = View(self.records_SR, self.planner.slot_of_A)
         self._is_timed = is_timed
         self._plan = 0
-        self._is_whole = True  # no error came between a plan and its moves
-        self._second_plan_done = True  # or not needed: all rows of the page have slots
+        self._is_consistent = True  # no error came between a plan and its moves
         self._arrived_plan = 0  # the plan whose rows have arrived
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # Events after the last plan, after the moves of each of the last two plans, and after the
@@ -163,25 +157,24 @@ class RowCache(Engine):
     def slots_of(self, rows_U: Tensor) -> Tensor:
         return self.planner.slot_of_A.index_select(0, rows_U)
 
-    def prefetch(self, page: PageRows) -> None:
+    def prefetch(self, page: WantedRows) -> None:
         """Plan on the current stream, and start the moves for the next page."""
-        self._require_whole()
-        self._is_whole = False
+        self._require_consistent()
+        self._is_consistent = False
         self._plan += 1
-        self._second_plan_done = False
         # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             self._wait(event)
-        self.planner.plan(page, self._plan, self._plan - 1)
+        self.planner.plan(page, self._plan)
         self._record(self._planned)
         with on_stream(self._reads):
             self._wait(self._planned)
             self._move()
-        self._is_whole = True
+        self._is_consistent = True
 
     def wait(self) -> None:
         # A step calls this twice; only the first call after a plan has to wait.
-        self._require_whole()
+        self._require_consistent()
         if self._arrived_plan != self._plan:
             with self._waits.counted(self.records_SR.device, self._is_timed):
                 self._finish_plan()
@@ -189,9 +182,7 @@ class RowCache(Engine):
             self._arrived_plan = self._plan
 
     def flush(self) -> None:
-        self._require_whole()
-        self._finish_plan()
-        self._wait(self._arrived)
+        self.wait()
         # The rows stay cached as well, so training goes on without reading them again.
         for first, slot_of_a in enumerate(self.planner.slot_of_A.split(FLUSHED_ROWS)):
             cached_U = torch.nonzero(slot_of_a != self.slots).flatten()
@@ -203,22 +194,20 @@ class RowCache(Engine):
 
     def _finish_plan(self) -> None:
         """Assign slots to rows without one, once the page before is done."""
-        is_done = self._second_plan_done or self.planner.has_placed_all(self._plan, self._planned)
-        if not is_done:
+        if not self.planner.has_placed_all(self._plan, self._planned):
             self._wait(self._arrived)
-            self._is_whole = False
-            self.planner.plan(None, self._plan, self._plan)
+            self._is_consistent = False
+            self.planner.plan(None, self._plan)
             self._move()
             self._record(self._planned)  # the next plan follows these moves
-            self._is_whole = True
-        self._second_plan_done = True
+            self._is_consistent = True
         self._check_capacity()
 
-    def _require_whole(self) -> None:
+    def _require_consistent(self) -> None:
         """Raise `RuntimeError` if an error came between a plan and its moves."""
-        if not self._is_whole:
-            inconsistent = "the row cache is inconsistent after an earlier error"
-            raise RuntimeError(f"{inconsistent}; reload the last checkpoint")
+        if not self._is_consistent:
+            remedy = "make the tables anew and load the last checkpoint"
+            raise RuntimeError(f"the row cache is inconsistent after an earlier error; {remedy}")
 
     def _move(self) -> None:
         self.planner.move(self._plan, self._link, self._table.records_VR, self.records_SR)
@@ -246,15 +235,13 @@ class CachedLink(Link):
     The rows used least are evicted first, and those of announced pages last. Lists of more rows
     than the cache's capacity go through the link beneath.
 
-    A page is several lists of rows, such as one for each of some batches, or of some tables that
-    share the records. A list is known by its memory: its rows are loaded once for all calls with
-    the same tensor or a slice of it.
+    A page is several lists of rows: of some batches that were read ahead, or of tables that share
+    the records and are looked up one after the other. A list is known by its memory: its rows are
+    loaded once for all calls with the same tensor or a slice of it.
 
     Args:
         link: Moves the records between the table and the device.
-        table: The table.
         slots: Capacity of the cache in rows.
-        device: The compute device.
     """
 
     def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
@@ -270,8 +257,8 @@ class CachedLink(Link):
         self._rows_used = 0
         self._current: PageLists = {}
         self._slots: dict[int, Tensor] = {}  # of lists of the current page, by their `id`
-        self._next: PageLists = {}  # of the page that was prefetched
-        self._parts_seen: set[int] = set()  # that were prefetched since a page was counted
+        self._next: PageLists = {}  # prefetched, until it is the current page
+        self._uncounted: set[int] = set()  # tables prefetched since a page was counted
         self._is_warned = False
         self._at_end: weakref.finalize | None = None  # writes the rows back
 
@@ -285,17 +272,17 @@ class CachedLink(Link):
         self,
         lists: Sequence[Tensor],
         soon: Sequence[tuple[Tensor, Tensor | None]] = (),
-        part: int | None = None,
+        one_table: int | None = None,
     ) -> None:
-        """Prefetch a page; the current page stays valid until `make_current`.
+        """Prefetch the next page; the current one is valid until `make_current`.
 
-        A second page that is prefetched before replaces the first one, and the current page.
+        If there is a next page already, both it and the current one are given up.
 
         Args:
             lists: Its rows.
-            soon: As in `PageRows`.
-            part: If given, the lists replace those of this part of the current page, whose other
-                parts become those of the next page too, if they fit.
+            soon: As in `WantedRows`.
+            one_table: The first row of the table that all lists are of. They replace its lists of
+                the current page; those of other tables are in the next page too, if they fit.
         """
         lists = [
             rows_U
@@ -306,25 +293,26 @@ class CachedLink(Link):
         ]
         if not lists:
             return
-        cache = self._filled()
+        cache = self._open_cache()
         if self._next:  # a plan keeps the rows of the page before it, not of the one before that
             self._current, self._slots, self._next = {}, {}, {}
-        page = self._fitting(lists, part)
-        # A page with parts repeats those of the page before. It is counted when a part comes round
-        # again, so that each part counts once.
-        is_counted = len(page) == 1 or part in self._parts_seen
+        page = self._fitting(lists, one_table)
+        # A page of several tables repeats lists of the page before. Uses are counted when a table
+        # comes round again, so that each list counts once.
+        is_counted = len(page) == 1 or one_table in self._uncounted
         if is_counted:
-            self._parts_seen.clear()
-        if part is not None:
-            self._parts_seen.add(part)
-        cache.prefetch(PageRows(lists=list(_lists(page)), soon=soon, is_counted=is_counted))
+            self._uncounted.clear()
+        if one_table is not None:
+            self._uncounted.add(one_table)
+        cache.prefetch(WantedRows(lists=list(_lists(page)), soon=soon, is_counted=is_counted))
         self._next = page  # after what may fail
-        self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
+        self._rows_used += sum(rows_U.shape[0] for rows_U in page[one_table])
 
     def make_current(self, rows_U: Tensor) -> tuple[Tensor, int] | None:
-        """Make this the current page; return its list and where the rows begin.
+        """Make the page of these rows the current one.
 
-        None for no rows, or more than the capacity, for which the cache is emptied.
+        Returns the list of the page that has them, and where in it they begin. None for no rows, or
+        more than the capacity, for which the cache is emptied.
         """
         if not rows_U.shape[0]:
             return None
@@ -340,7 +328,7 @@ class CachedLink(Link):
         if found is None:
             found = _find(self._next, rows_U) or (rows_U, 0)
             self.prefetch([rows_U])
-            self._filled().wait()
+            self._open_cache().wait()
             self._current, self._next = self._next, {}
             self._slots.clear()
         return found
@@ -352,7 +340,7 @@ class CachedLink(Link):
         """
         if (found := self.make_current(rows_U)) is None:
             return None
-        cache, (list_U, start) = self._filled(), found
+        cache, (list_U, start) = self._open_cache(), found
         if (slots_U := self._slots.get(id(list_U))) is None:
             slots_U = self._slots[id(list_U)] = cache.slots_of(list_U)
         if rows_U is not list_U:
@@ -389,7 +377,7 @@ class CachedLink(Link):
             self._cache = None  # free before another cache is allocated
             self._current, self._slots, self._next = {}, {}, {}
 
-    def _filled(self) -> Engine:
+    def _open_cache(self) -> Engine:
         """Return the cache, a new one after `flush`."""
         if self._cache is None:
             if self.slots == self._table.rows:
@@ -400,16 +388,16 @@ class CachedLink(Link):
                 self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
         return self._cache
 
-    def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
+    def _fitting(self, lists: list[Tensor], one_table: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.
 
-        Other parts of the current page are dropped first, then the last of `lists`.
+        Those of other tables are dropped first, then the last of `lists`.
         """
-        page: PageLists = {part: lists}
-        if part is not None and _count_rows(self._current | page) <= self.slots:
+        page: PageLists = {one_table: lists}
+        if one_table is not None and _count_rows(self._current | page) <= self.slots:
             return self._current | page
         while _count_rows(page) > self.slots:
-            page = {part: page[part][:-1]}
+            lists.pop()
         return page
 
 

@@ -390,7 +390,7 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
         table = weight.table
         if table.uses_kernels:
             return fused_vectors(weight, input)
-        weight_UD, places, padding = fetch(weight, input)
+        weight_UD, places, padding = unique_weights(weight, input)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
 
 
@@ -453,7 +453,7 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
         try:
             if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
                 return fused_vectors(weight, input, offsets)
-            weight_UD, places, padding = fetch(weight, input)
+            weight_UD, places, padding = unique_weights(weight, input)
         except IndexError as error:  # of bags torch raises a RuntimeError
             raise RowError(str(error)) from None
         if offsets is not None:
@@ -669,16 +669,14 @@ def find(table: PagedTable, ids: Ids, page: RowPage | None) -> RowPage:
         else:
             (page,) = lookup.look_up([table.store], [ids], [table.span])
         # Beside rows of other tables of the group, as only this one has been looked up.
-        lookup.prefetch(table.store.group, [page.look_up.own], part=table.store.first_row)
+        lookup.prefetch(table.store.group, [page.look_up.own], one_table=table.store.first_row)
     return page
 
 
-def fetch(weight: PagedWeight, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
-    """Fetch the rows of ids.
+def unique_weights(weight: PagedWeight, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
+    """Return weights [U, D] of the unique rows of ids, and their places.
 
-    Returns:
-        Their weights [U, D]; the place of each id in them; and the place of the padding row, None
-        where no id is padding.
+    These are the place of each id in them, and of the padding row, None where no id is padding.
     """
     table = weight.table
     with table.store.lock:

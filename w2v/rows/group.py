@@ -18,7 +18,7 @@ from w2v.rows.cache import CachedLink, TransferStats
 from w2v.rows.link import Link, MappedLink, link_between
 from w2v.rows.moves import MOST_ROWS, PLANNED_BYTES
 from w2v.rows.optim import RowOptimizer
-from w2v.rows.table import SplitTable, Table
+from w2v.rows.table import SplitTable, Table, padded
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 PAGE_BYTES = 16 << 20  # smaller pages get no room: planning takes longer than moving them
@@ -67,8 +67,7 @@ class RowGroup:
         self.zeros_UD: Tensor | None = None  # for the next call of `zeros`
         self.link = link_between(table, device)
         self.is_mapped = isinstance(self.link, MappedLink)
-        unit = 16 // table.dtype.itemsize if self.is_mapped else 1
-        width = -(-table.dim // unit) * unit
+        width = padded(table.dim, table.dtype.itemsize, 16) if self.is_mapped else table.dim
         self.weights_VW = table.records_VR[:, :width]
         self._past, self.caches = TransferStats(), []  # of caches before, and those now
         has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)

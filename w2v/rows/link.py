@@ -49,7 +49,7 @@ class Link:
 class MappedLink(Link):
     """Tables in pinned CPU memory that GPU kernels read and write in place.
 
-    Negative rows are not written. Rows that are read may repeat.
+    Negative rows are skipped.
     """
 
     def read(
@@ -205,8 +205,8 @@ class Waits:
     @property
     def seconds(self) -> float:
         """Seconds of all waits that are over."""
-        over = (before.elapsed_time(after) for before, after in self._open if after.query())
-        return self._seconds + sum(over) / 1000
+        self._collect()
+        return self._seconds
 
     def _collect(self) -> None:
         while self._open and self._open[0][1].query():

@@ -31,7 +31,7 @@ class LookUp:
         places_N: The place of each id's row among the unique rows.
         rows_N: The unique rows; on a GPU at the front of a buffer as long as the ids.
         narrow_N: The same buffer in 32 bits, on a GPU.
-        known: On a GPU, as in `ops.FoundRows`: the first is the number of rows.
+        row_count: On a GPU, as in `ops.FoundRows`.
         last_N: The last id of each row, on a GPU if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
@@ -44,7 +44,7 @@ class LookUp:
     """
 
     narrow_N: Tensor | None = None
-    known: Tensor | None = None
+    row_count: Tensor | None = None
     last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
@@ -92,7 +92,7 @@ class LookUp:
                 are_rows,
                 has_gaps,
             )
-            self.places_N, self.rows_N, self.narrow_N, self.known, self.last_N = found
+            self.places_N, self.rows_N, self.narrow_N, self.row_count, self.last_N = found
             self._readback.launched()
         else:
             flat = [each.to(group.device).long().flatten() for each in ids]
@@ -374,22 +374,22 @@ def prefetch(
     group: RowGroup,
     look_ups: Sequence[LookUp],
     soon: Sequence[LookUp] = (),
-    part: int | None = None,
+    one_table: int | None = None,
 ) -> None:
     """Begin to bring the rows of a page, as `CachedLink.prefetch`.
 
-    Without `part` it is one of `PagedOptimizer.pages`, which may get room. Wrong ids are refused by
-    `wait`, when they are used.
+    Without `one_table` it is one of `PagedOptimizer.pages`, which may get room. Wrong ids are
+    refused by `wait`, when they are used.
     """
-    if not (group.caches or (group.pages_only and part is None)):
+    if not (group.caches or (group.pages_only and one_table is None)):
         return
     with group.lock:
         lists = [its.wait() for its in look_ups if its.layout is group.layout and its.is_valid()]
-        if part is None:
+        if one_table is None:
             group.make_room(sum(rows_U.shape[0] for rows_U in lists))
-        later = [(its.rows_N, its.known) for its in soon if its.layout is group.layout]
+        later = [(its.rows_N, its.row_count) for its in soon if its.layout is group.layout]
         for cache in group.caches:
-            cache.prefetch(lists, later, part)
+            cache.prefetch(lists, later, one_table)
 
 
 @outside_inference

@@ -26,15 +26,15 @@ AGE = 2048  # plans after which numbers of uses are halved, whatever the limit i
 # take more blocks: less is under way in each.
 EXCHANGE_BLOCKS, NARROW_BLOCKS = 16, 24
 NARROW_BYTES = 1024
-Rows, RowCounts, Wanted = (c_struct("cache.cu", name) for name in ("Rows", "RowCounts", "Wanted"))
+Bits, RowCounts, Wanted = (c_struct("cache.cu", name) for name in ("Bits", "RowCounts", "Wanted"))
 NOTHING = Wanted(marks=None, used_soon=None, uses=None, is_counted=False, halve=False)
 
 
 class Moves(NamedTuple):
     """Lists of rows to load and to evict, on the GPU.
 
-    plan: int64: the number of loaded rows, and how many of them get unused slots, which are first
-    in the list; the others get the slots of the evicted rows, in order.
+    plan: struct Plan of cache.cu, int64 [6]: first the number of loaded rows, and how many of them
+    get unused slots. These are first in the list; the others get the evicted rows' slots, in order.
     """
 
     loaded: Tensor  # int32
@@ -43,12 +43,12 @@ class Moves(NamedTuple):
     plan: Tensor
 
 
-class PageRows(NamedTuple):
+class WantedRows(NamedTuple):
     """Rows that a page needs: marks, or lists.
 
     marks_A, soon_A: bool, whether each row is needed, and whether it is evicted last. lists: rows,
     int64. soon: rows of later pages, which are evicted last: pairs of a list and None, or of a
-    buffer and `FoundRows.known`, the number of rows at its front. is_counted: whether the page adds
+    buffer and `FoundRows.row_count`, of rows at its front. is_counted: whether the page adds
     1 to the number of uses of its rows.
     """
 
@@ -60,9 +60,7 @@ class PageRows(NamedTuple):
 
 
 class TorchPlanner:
-    """Plans the moves of a cache in plain torch.
-
-    It is the specification of `GpuPlanner`, which has the same arguments.
+    """Plans the moves of a cache in plain torch, as `GpuPlanner` has to.
 
     Attributes:
         slot_of_A: int32, the slot of each row; S for rows that are not cached.
@@ -84,19 +82,21 @@ class TorchPlanner:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(none,) * 3] * 2
 
-    def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
+    def plan(self, page: WantedRows | None, number: int) -> None:
         """Assign free or evicted slots to missing rows, and list the copies.
+
+        Rows of this plan are not evicted, nor are those of the plan before it, which may still
+        compute.
 
         Args:
             page: Rows that the page needs. None: those that plan `number` was given before and left
-                without slots.
+                without slots; the plan before it is done.
             number: Number of this plan.
-            in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
         """
         wanted_A = protected_A = self._wanted[number % 2]
         if page is not None:
             self._mark(page, wanted_A, number)
-            protected_A = self._wanted[0] | self._wanted[1]  # the page before may still compute
+            protected_A = self._wanted[0] | self._wanted[1]
         missing_A = wanted_A & ~self._cached_A
         evictable_A = self._cached_A & ~protected_A
         masks = missing_A, evictable_A & self._late_A, evictable_A & ~self._late_A
@@ -105,7 +105,7 @@ class TorchPlanner:
             torch.nonzero_static(mask_A, size=count).flatten()
             for mask_A, count in zip(masks, counts, strict=True)
         )
-        # Rows are evicted from the last, which are those of rare words.
+        # From the last on: rows of word2vec are sorted by their words' counts.
         evictable = torch.cat([late, others])
         empty = self._capacity - self._slots_in_use
         evictions = min(max(0, len(missing) - empty), len(evictable))
@@ -126,7 +126,7 @@ class TorchPlanner:
         self._read += len(loaded_U)
         self._written += evictions
 
-    def _mark(self, page: PageRows, wanted_A: Tensor, number: int) -> None:
+    def _mark(self, page: WantedRows, wanted_A: Tensor, number: int) -> None:
         """Mark the rows of a page and those evicted last, and count uses."""
         wanted_A.zero_()
         if page.marks_A is not None:
@@ -141,8 +141,8 @@ class TorchPlanner:
         torch.gt(self._uses_A, self._limit, out=self._late_A)
         if page.soon_A is not None:
             self._late_A |= page.soon_A
-        for rows_U, known in page.soon:
-            count, is_wrong = (len(rows_U), 0) if known is None else known.tolist()
+        for rows_U, row_count in page.soon:
+            count, is_wrong = (len(rows_U), 0) if row_count is None else row_count.tolist()
             self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
 
     def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
@@ -180,13 +180,7 @@ class GpuPlanner:
     reaches HIGHEST_LIMIT, and every AGE plans. The CPU never waits for a plan's result. The rows
     evicted are those of a `TorchPlanner`, but where a page is replaced before it was used.
 
-    Args:
-        slots: Capacity of the cache in rows.
-        rows: Number of rows.
-        device: The GPU.
-
     Attributes:
-        slot_of_A: int32, the slot of each row; S for rows that are not cached.
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
@@ -200,11 +194,10 @@ class GpuPlanner:
         self._warps = -(-rows // WARP_ROWS)
         words = self._warps * WARP_ROWS // 32
         # Bits of rows that two plans want, cached rows, rows evicted last, and numbers of uses.
-        self._bits = torch.zeros(4 + USE_BITS, words, dtype=torch.int32, device=device)
-        *self._wanted, self._cached_W, self._late_W = self._bits[:4]
-        self._uses = self._bits[4:]
-        shape = 3, self._warps + 1
-        misses, first, last = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+        bits = torch.zeros(4 + USE_BITS, words, dtype=torch.int32, device=device)
+        *self._wanted, self._cached_W, self._late_W = bits[:4]
+        self._uses = bits[4:]
+        misses, first, last = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
         self._counts = RowCounts(
             misses=misses, evict_first=first, evict_last=last, stretches=self._warps
         )
@@ -216,13 +209,12 @@ class GpuPlanner:
         self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
-    def plan(self, page: PageRows | None, number: int, in_use: int) -> None:
+    def plan(self, page: WantedRows | None, number: int) -> None:
         """Do as `TorchPlanner.plan`."""
-        is_final = in_use == number
         wanted = NOTHING if page is None else self._wanted_by(page, number)
-        rows = Rows(
+        bits = Bits(
             wanted=self._wanted[number % 2],
-            in_use=None if is_final else self._wanted[in_use % 2],
+            in_use=None if page is None else self._wanted[(number - 1) % 2],
             cached=self._cached_W,
             late=self._late_W,
         )
@@ -230,12 +222,12 @@ class GpuPlanner:
         blocks = -(-32 * self._warps // THREADS)
         kernel("cache.cu", "survey")(
             blocks,
-            all=rows,
+            all=bits,
             page=wanted,
             count=self._rows,
             counts=self._counts,
             slots=self._capacity,
-            final=is_final,
+            final=page is None,
             done=self._done,
             totals=self.counters,
             plan=moves.plan,
@@ -243,14 +235,14 @@ class GpuPlanner:
         )
         kernel("cache.cu", "list")(
             blocks,
-            all=rows,
+            all=bits,
             counts=self._counts,
             slot_of=self.slot_of_A,
             moves=moves,
             next_wanted=self._wanted[(number + 1) % 2],
         )
 
-    def _wanted_by(self, page: PageRows, number: int) -> Any:
+    def _wanted_by(self, page: WantedRows, number: int) -> Any:
         """Return struct Wanted of a page, with room for its moves."""
         most = self._rows
         if page.marks_A is None:
@@ -258,8 +250,8 @@ class GpuPlanner:
         self._make_room(number, most)
         for rows_U in page.lists:
             self._mark(rows_U, None, self._wanted[number % 2])
-        for soon_U, known in page.soon:
-            self._mark(soon_U, known, self._late_W)
+        for soon_U, row_count in page.soon:
+            self._mark(soon_U, row_count, self._late_W)
         return Wanted(
             marks=page.marks_A,
             used_soon=page.soon_A,
@@ -297,11 +289,11 @@ class GpuPlanner:
         _, used, read, written, _ = self.counters.tolist()
         return used, read, written
 
-    def _mark(self, rows_U: Tensor, known: Tensor | None, words_W: Tensor) -> None:
+    def _mark(self, rows_U: Tensor, row_count: Tensor | None, words_W: Tensor) -> None:
         """Set the bits of rows."""
         count = rows_U.shape[0]
         launch = kernel("cache.cu", "mark_rows")
-        launch(blocks_for(count), rows=rows_U, count=count, known=known, words=words_W)
+        launch(blocks_for(count), rows=rows_U, count=count, row_count=row_count, words=words_W)
 
 
 def exchange_records(

@@ -83,7 +83,7 @@ class FoundRows(NamedTuple):
     places_N: Tensor  # int64, the place of each id among the rows
     rows_N: Tensor  # int64, the rows, by rank and then sorted, at the front
     narrow_N: Tensor  # the same in 32 bits
-    known: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
+    row_count: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
     last_N: Tensor | None  # int64, the last id of each row
 
 
@@ -116,7 +116,7 @@ def find_rows(
     numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
     kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, known = kept.split_with_sizes([ids, ids, 2])
+    places_N, rows_N, row_count = kept.split_with_sizes([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     look_up = c_struct("lookup.cu", "LookUp")(
@@ -133,14 +133,14 @@ def find_rows(
         narrow=narrow_N,
         places=places_N,
         readback=readback,
-        known=known,
+        row_count=row_count,
         rest=rest_N,
         last=last_N,
     )
     blocks = blocks_for(ids)
     in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")
     in_turn(blocks, word_blocks, word_blocks, blocks, look_up=look_up)
-    return FoundRows(places_N, rows_N, narrow_N, known, last_N)
+    return FoundRows(places_N, rows_N, narrow_N, row_count, last_N)
 
 
 def move_records(
@@ -312,11 +312,14 @@ def step_rows(
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
     launch = _step_of_one_table(optimizer, records_SR.dtype, device, dim, step_column)
+    row_grads = c_struct("unique.cuh", "RowGrads")
     launch(
         blocks_for(32 * rows),
         view=View(records_SR, None),
         # The kernel gets slots in place of rows, and no slot of each row.
-        rows=slot_grads(slots_U, grad_UD, count),
+        rows=row_grads(
+            index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count
+        ),
         row_width=records_SR.shape[1],
         lr=float(lr),
         table_step=step,
@@ -345,12 +348,6 @@ def _step_of_one_table(
         loss=torch.zeros((), dtype=torch.float64, device=device),
         this_step=0,
     )
-
-
-def slot_grads(slots_U: Tensor, grad_UD: Tensor, count: Tensor) -> Any:
-    """Return gradients of rows that no index finds, as struct RowGrads."""
-    grads = c_struct("unique.cuh", "RowGrads")
-    return grads(index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count)
 
 
 def no_places() -> Any:

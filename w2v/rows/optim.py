@@ -182,6 +182,9 @@ class RowOptimizer:
         group["lr"] = lr
         optimizer.state[parameter] = state
         optimizer.step()
+        optimizer.state.clear()  # free the rows' memory
+        parameter.grad = None
+        parameter.data = weight_UD.new_empty(0)
 
 
 class _Rowwise(Optimizer):
@@ -281,16 +284,15 @@ FUSED_BETAS = {
     RowwiseAdagrad: (),
     RowwiseAdam: ("betas",),
 }
-# Any other argument that is set sends the run to torch's own step.
+# Any other argument that is set sends the run to torch's own step. The last four say how torch
+# computes, not what.
 FUSED_ARGUMENTS = {*"lr eps betas alpha rho weight_decay lr_decay".split()}
-FUSED_ARGUMENTS |= {"initial_accumulator_value"}
-# How torch computes, not what.
-IGNORED_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
+FUSED_ARGUMENTS |= {"initial_accumulator_value", "foreach", "fused", "capturable", "differentiable"}
 
 
 def _fused_formula(cls: type[Optimizer], args: dict[str, Any]) -> tuple[str, Hyper]:
     """Return the formula of a step, or "", and its constants."""
-    others = args.keys() - FUSED_ARGUMENTS - IGNORED_ARGUMENTS
+    others = args.keys() - FUSED_ARGUMENTS
     if cls not in FUSED_BETAS or any(args[key] for key in others):
         return "", Hyper(args["lr"])
     betas = np.ravel([args[key] for key in FUSED_BETAS[cls]])

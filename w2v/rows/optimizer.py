@@ -122,8 +122,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise ValueError("a PagedEmbedding is in two groups; give each table once")
         if len({table.ranks.size for table in [*self._tables.values(), *tables]}) > 1:
             raise ValueError("tables differ in process_group; give all of them the same")
-        if is_one:
-            _refuse_others()
         optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
         if self._fused:
             for table in tables:
@@ -132,11 +130,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         for table in tables:
             if table not in opened and (table.trainable or table.has_state):
                 table.attach(optimizer)
-        for table in tables:  # once none has been refused
-            table.has_optimizer = True
-            table.fused = self._fused
-            table.shows_grad = is_one
-            table.checked = None
+        self._claim(tables)  # once none has been refused
+        for table in tables:
             if table.trainable:
                 table.check(optimizer)
         for weight in weights:
@@ -145,6 +140,17 @@ class PagedOptimizer(torch.optim.Optimizer):
         super().add_param_group(dict(param_group, params=parameters))
         share_cache(list(self._tables.values()))
         self._link()
+
+    def _claim(self, tables: Iterable[PagedTable]) -> None:
+        """Have tables keep their gradients for this optimizer."""
+        is_one = self._dense_args is not None
+        if is_one:
+            _refuse_others()
+        for table in tables:
+            table.has_optimizer = True
+            table.fused = self._fused
+            table.shows_grad = is_one
+            table.checked = None
 
     def _add_dense(self, param_group: dict[str, Any]) -> None:
         """Step other parameters by an optimizer of torch."""
@@ -413,6 +419,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         names = "_name", "_counts", "_fused", "_tables", "_dense", "_dense_args"
         own = {name: getattr(self, name) for name in names}
         return super().__getstate__() | own | {"_row_optimizers": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._claim(self._tables.values())
 
     def _row_optimizer(self, number: int, group: dict[str, Any]) -> RowOptimizer:
         """Return the optimizer of a group, with the arguments it has now."""

@@ -95,40 +95,44 @@ class PagedTable:
     seed: int | None  # of the first weights; None: torch's generator draws them
     init: Init | None  # of the first weights
     has_zero_padding: bool  # at first
+    sparse: bool  # as gradients of its weight
+    trainable: bool  # as `requires_grad` of its weight
+    shares_no_rows: bool  # with other processes, as it was made without a process group
     mode: str | None = None  # of bags
     include_last_offset: bool = False  # of bags
-    sparse: bool = False  # as gradients of its weight
-    trainable: bool = True  # as `requires_grad` of its weight
-    shows_grad: bool = False  # as `grad` of its weight
-    shares_no_rows: bool = True  # with other processes, as it was made without a process group
-    fused: bool = False
-    is_reset: bool = False  # also where a file would be continued
 
     def __post_init__(self) -> None:
-        self._layout = Layout({}, {})  # of the optimizer
-        self.has_optimizer = False
+        # Rows and first weights.
+        self._store: Rows | None = None  # None until the first use, or an optimizer
         self.generator_state: Any = None  # of torch, before it drew weights that are not set yet
-        self._store: Rows | None = None
+        self.is_reset = False  # first weights also where a file would be continued
+        self.weight: Callable[[], Any] = _no_weight  # `PagedWeight`; weak, as it keeps the table
+        self.cached_at: int | None = None  # version of the weight; None: no row is cached
+        # The optimizer, if there is one.
+        self.has_optimizer = False
+        self.fused = False  # whether kernels add gradients and step
+        self.shows_grad = False  # whether `weight.grad` has the gradients of rows
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
-        # The rows that have gradients: what gradient clipping and PagedOptimizer see. Modules have
-        # a `PagedWeight`, which may be in an optimizer of the dense modules too.
+        self._layout = Layout({}, {})
+        # From a forward pass to the step. The parameter has the rows that have gradients: gradient
+        # clipping and PagedOptimizer see it. Modules have a `PagedWeight`, which may be in an
+        # optimizer of the dense modules too.
         self.vector_dtype = torch.promote_types(self.dtype, torch.float32)  # `convert` changes it
         empty = torch.empty(0, self.embedding_dim, dtype=self.vector_dtype, device=self.device)
         self.parameter = RowParameter(empty)
-        self.weight: Callable[[], Any] = _no_weight  # `PagedWeight`; weak, as it keeps the table
         self.page: RowPage | None = None  # rows whose gradients wait for the step
-        # Gradients that are to be sent to the ranks that own the rows.
-        self.unsent: dict[LookUp, Tensor] = {}
+        self.unsent: dict[LookUp, Tensor] = {}  # gradients of rows that other ranks own
         self.announced: RowPage | None = None  # of the current batch of `PagedOptimizer.pages`
-        self.cached_at: int | None = None  # version of the weight; None: no row is cached
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles hold: the table, without gradients."""
+        """Return what copies and pickles hold: no gradients, no optimizer."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "announced", "cached_at"))
-        return vars(self) | {"_store": self.store, "unsent": {}, "weight": _no_weight} | gone
+        own = {"_store": self.store, "unsent": {}, "weight": _no_weight}
+        own |= dict.fromkeys(("has_optimizer", "fused", "shows_grad"), False)
+        return vars(self) | own | gone
 
     @property
     def store(self) -> Rows:
@@ -251,9 +255,14 @@ class PagedTable:
         self.page = page
         if page.records is not None:
             self.parameter.data = page.records[:, : self.embedding_dim]
-        elif self.parameter.shape[0]:  # they are of a page before
-            self.parameter.data = self.parameter.data[:0]
+        else:
+            self.drop_weights()  # of a page before
         self.parameter.grad_UD = grad_UD
+
+    def drop_weights(self) -> None:
+        """Free the records of a page, whose weights the parameter has shown."""
+        if self.parameter.shape[0]:
+            self.parameter.data = self.parameter.new_empty(0, self.embedding_dim)
 
     @torch.no_grad()
     def _joined(self, *parts: tuple[RowPage, Tensor]) -> tuple[RowPage, Tensor]:
@@ -590,6 +599,7 @@ def drop_pages(tables: Sequence[PagedTable]) -> None:
     """Drop rows and gradients that were stepped."""
     for table in tables:
         table.page = table.parameter.grad_UD = None
+        table.drop_weights()
     count_changes(tables)
 
 
@@ -648,7 +658,7 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                     whole = None
             if whole and len(set(counts)) == 1:
                 sums_UD, memory_UD = whole.take_sums()
-                rows = whole.wait(), whole.narrow_N, whole.known
+                rows = whole.wait(), whole.narrow_N, whole.row_count
                 group.step(optimizer, counts[0], seeds[0], sums_UD, lr, *rows)
                 group.zeros_UD = memory_UD  # the step has made the sums 0
             else:

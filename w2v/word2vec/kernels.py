@@ -59,11 +59,11 @@ class Kernels(Protocol):
         pairs_M: how many pairs each gradient sums, int32, where they are counted.
         """
         own = requested.own
-        if self.plans_rows or own.narrow_N is None or own.known is None:
+        if self.plans_rows or own.narrow_N is None or own.row_count is None:
             rows_U = own.wait().int()
             count = torch.full((), len(rows_U), device=rows_U.device)
         else:  # the number of rows is known on the device alone
-            rows_U, count = own.narrow_N, own.known[0]
+            rows_U, count = own.narrow_N, own.row_count[0]
         grad_UD = requested.sum_by_row(grad_MD, len(rows_U))
         if pairs_M is not None:
             pairs_M = requested.sum_by_row(pairs_M, len(rows_U))

@@ -20,7 +20,7 @@ from torch import Tensor
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.cache import Engine
 from w2v.rows.link import current_stream, on_stream
-from w2v.rows.moves import PageRows
+from w2v.rows.moves import WantedRows
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table
 from w2v.word2vec.batch import Batch, StepState, Update
@@ -128,7 +128,7 @@ class TrainingStep:
             if marks_A is not None:
                 lookahead = planned[-1].batch.lookahead
                 soon_A = self.kernels.with_subwords(lookahead.soon_A) if lookahead else None
-                self.engine.prefetch(PageRows(marks_A, soon_A))
+                self.engine.prefetch(WantedRows(marks_A, soon_A))
         if self.planning:
             current_stream().wait_stream(self.planning)
             self._kept.append(planned)

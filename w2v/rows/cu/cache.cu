@@ -6,7 +6,7 @@
 //
 // `survey` counts the misses and the evictable rows of each stretch; its last block sums the counts
 // and decides how many rows are loaded and evicted. `list` then writes their row ids and slots.
-// Rows are evicted from the last, which are those of rare words, and those that are used soon or
+// Rows are evicted from the last, in word2vec those of rare words, and those that are used soon or
 // more often than a limit after all others.
 
 #include "common.cuh"
@@ -24,7 +24,7 @@ struct Totals {  // over all plans
 struct Plan {
     long long loads;                  // rows to load
     long long into_empty;             // those of them that go into empty slots
-    long long kept_first, kept_last;  // evictable rows that stay, of each kind in Rows
+    long long kept_first, kept_last;  // evictable rows that stay, of each kind in Bits
     long long allocated;              // slots in use before this plan
     long long unplaced;               // misses that found no slot
 };
@@ -40,7 +40,7 @@ struct Notice {  // in CPU memory
     long long refused;   // not 0 once rows found no slot though nothing else was in use
 };
 
-struct Rows {  // bits
+struct Bits {  // of rows
     unsigned* wanted;                 // by this plan
     OPTIONAL const unsigned* in_use;  // wanted by the previous plan; null when it is done
     unsigned* cached;        // in a slot, or about to be loaded
@@ -86,7 +86,7 @@ __device__ unsigned count_uses(
     return more;
 }
 
-// What a page needs. Without marks, Rows::wanted and Rows::late have their bits from mark_rows.
+// What a page needs. Without marks, Bits::wanted and Bits::late have their bits from mark_rows.
 // Rows with more than totals->limit uses become late too; this limit rises where others do not
 // suffice. Without `uses`, rows that the previous plan left unplaced are placed.
 struct Wanted {
@@ -102,7 +102,7 @@ struct Wanted {
 // final: no other plan is computing, so a miss without a slot is refused.
 // done: 0 before and after.
 extern "C" __global__ void survey(
-    Rows all, Wanted page, long long count, RowCounts counts, long long slots,
+    Bits all, Wanted page, long long count, RowCounts counts, long long slots,
     bool final, unsigned* done, Totals* totals, Plan* plan,
     HOST Notice* notice) {
     const bool *marks = page.marks, *used_soon = page.used_soon;
@@ -176,7 +176,7 @@ extern "C" __global__ void survey(
 // rows move (rows.cu).
 // next_wanted: bits of the next plan, which become 0; may be those in use.
 extern "C" __global__ void list(
-    Rows all, RowCounts counts, const int* slot_of, Moves moves, unsigned* next_wanted) {
+    Bits all, RowCounts counts, const int* slot_of, Moves moves, unsigned* next_wanted) {
     const Plan* plan = moves.plan;
     int *loaded = moves.loaded, *evicted = moves.evicted, *slots = moves.slots;
     if (warp_id() >= counts.stretches) return;
@@ -211,10 +211,10 @@ extern "C" __global__ void list(
     next_wanted[word] = 0;  // last, as it may be in_use
 }
 
-// Set the bits of rows, where a row's position is its number. known: as place_ids writes it, if the
-// GPU alone knows how many there are.
+// Set the bits of rows, where a row's position is its number. row_count: as place_ids writes it, if
+// the GPU alone knows how many there are.
 extern "C" __global__ void mark_rows(
-    const long long* rows, long long count, OPTIONAL const long long* known, unsigned* words) {
-    if (known) count = known[1] ? 0 : known[0];
+    const long long* rows, long long count, OPTIONAL const long long* row_count, unsigned* words) {
+    if (row_count) count = row_count[1] ? 0 : row_count[0];
     each_thread(count, [&](long long i) { atomicOr(words + rows[i] / 32, 1u << rows[i] % 32); });
 }

@@ -39,7 +39,7 @@ struct LookUp {
     int* narrow;
     long long* places;  // of each id among the rows; 0 for one that is no row
     HOST Numbers* readback;  // gets the numbers, in CPU memory
-    long long* known;        // gets the first two
+    long long* row_count;    // gets the first two
     // The list of rows, as long as the ids, if it is to become -1 behind the rows, and as a whole
     // if an id is no row; and then the last id of each row, zeros before.
     OPTIONAL long long* rest;
@@ -145,7 +145,7 @@ extern "C" __global__ void place_ids(LookUp look_up) {
     });
     each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
-        look_up.known[0] = readback->unique = numbers->unique;
-        look_up.known[1] = readback->wrong = numbers->wrong;
+        look_up.row_count[0] = readback->unique = numbers->unique;
+        look_up.row_count[1] = readback->wrong = numbers->wrong;
     }
 }

@@ -365,6 +365,14 @@ def test_structs_are_named_tuples_with_the_fields_in_order(launches):
         with pytest.raises(TypeError, match="unique_rows of unique.cu: a struct has the fields"):
             kernel.bind(rows=wrong)
     assert kernel.bind(rows=RowGrads(*[None] * 5))
+    buffer = launch.StructBuffer("unique.cuh", "Places")
+    for name in ("rows", "places"):
+        with pytest.raises(TypeError, match=f"unique_rows of unique.cu has no {name} of"):
+            kernel.bind(**{name: buffer})
+    with pytest.raises(TypeError, match="Places of unique.cuh: a struct has the fields"):
+        buffer.set(RowGrads(*[None] * 5))
+    with pytest.raises(TypeError, match="Places of unique.cuh: room is long long, not None"):
+        buffer.fill(peers=None, places=None, room=None)
 
 
 def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):

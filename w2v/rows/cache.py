@@ -173,7 +173,7 @@ class RowCache(Engine):
         self._is_consistent = True
 
     def wait(self) -> None:
-        # A step calls this twice; only the first call after a plan has to wait.
+        # Only the first step of a page has to wait.
         self._require_consistent()
         if self._arrived_plan != self._plan:
             with self._waits.counted(self.records_SR.device, self._is_timed):

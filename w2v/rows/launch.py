@@ -129,11 +129,7 @@ def _declared(declaration: str, element: int) -> Iterator[CMember]:
 
 
 class Arguments:
-    """Checks arguments of a kernel, and packs them as C lays them out.
-
-    Attributes:
-        begins: Where each parameter begins, in bytes.
-    """
+    """Checks arguments of a kernel, and packs them as C lays them out."""
 
     def __init__(self, kernel: str, device: int, parameters: Mapping[str, Parameter]):
         self._kernel = kernel
@@ -142,10 +138,10 @@ class Arguments:
         self._pointers = [(n, one.dtype) for n, one in enumerate(self._members) if one.dtype]
         self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
         self._structs.reverse()  # `pack` replaces each by its fields
-        self.begins: dict[str, int] = {}
+        self._begins: dict[str, int] = {}  # in bytes
         layout = "@0q"  # 0q: to a multiple of 8 bytes
         for name, one in parameters.items():
-            self.begins[name] = struct.calcsize(layout)
+            self._begins[name] = struct.calcsize(layout)
             layout += "".join(member.code for member in one.members) + "0q"
         self._layout = struct.Struct(layout)
 
@@ -153,7 +149,7 @@ class Arguments:
         """Return memory for all parameters, and the address of each."""
         memory = ctypes.create_string_buffer(self._layout.size)
         start = ctypes.addressof(memory)
-        return memory, {name: start + begin for name, begin in self.begins.items()}
+        return memory, {name: start + begin for name, begin in self._begins.items()}
 
     def pack(self, memory: Any, values: Iterable[Argument]) -> None:
         """Check the values of all parameters, in order, and write them.
@@ -219,7 +215,8 @@ class StructBuffer:
         members = struct_members(source, name, element)
         self.fields = tuple(member.name for member in members)
         self.value: Any = None
-        device, parameters = torch._C._cuda_getDevice(), {name: Parameter(members, self.fields)}
+        parameters = {name: Parameter(members, self.fields)}
+        device = torch._C._cuda_getDevice()
         self._arguments = Arguments(f"{name} of {source}", device, parameters)
         self._memory, addresses = self._arguments.allocate()
         self.address = addresses[name]
@@ -250,9 +247,8 @@ def _arguments(
 class Kernel:
     """Launches a kernel on one GPU, or several in turn; `kernel` returns it.
 
-    CuPy's own launch takes about a microsecond an argument and looks the kernel up each time, which
-    was most of a step's time on the CPU. So memory for the arguments is allocated once, and its
-    layout is computed once for launches that name the arguments in the same order.
+    CuPy's own launch takes about a microsecond an argument and looks the kernel up each time. So
+    memory is laid out once for launches that name their arguments in the same order.
 
     Args:
         device: Index of the GPU.

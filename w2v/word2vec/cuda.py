@@ -154,7 +154,7 @@ class CudaKernels(Kernels):
         self._losses = zeros_by_step(shape.device, torch.float64)
         self._pairs = zeros_by_step(shape.device, torch.int64)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
-        # What launches read: the batch, and where rows are.
+        # What launches read.
         self._batch: Batch | None = None
         self._text: tuple = (None, None)
         self._chunk = StructBuffer("batch.cuh", "Chunk")
@@ -163,7 +163,7 @@ class CudaKernels(Kernels):
         self._listed_rows, self._grad_rows, self._step_rows = (
             StructBuffer("unique.cuh", "RowGrads") for _ in range(3)
         )
-        # What they were bound for.
+        # What launches were bound for.
         self._form: tuple = ()
         self._most_centers = -1
         self._stepped: tuple = ()
@@ -190,7 +190,7 @@ class CudaKernels(Kernels):
         most = self._most_rows + self.further_rows
         self._rows = with_room(self._rows, most, self.shape.rows, self.shape)
         self._list_unique(self._rows)
-        return self._with_sums(self._rows)
+        return Grads(self._rows, next(self._losses), next(self._pairs))
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
         self._read(batch)
@@ -297,16 +297,9 @@ class CudaKernels(Kernels):
         ).bind(view=self._view, rows=self._grad_rows, borrowed=self._borrowed, **read)
 
     def _list_unique(self, rows: RowGrads) -> None:
-        """List the unique rows of the batch, in buffers.
-
-        Before, indices are -1 and the count 0.
-        """
+        """List the batch's unique rows, where indices are -1 and the count 0."""
         self._listed_rows.set(rows)
         self._launch_list(self._list_blocks)
-
-    def _with_sums(self, rows: RowGrads) -> Grads:
-        """Return buffers with the sums of a step, which are zero."""
-        return Grads(rows, next(self._losses), next(self._pairs))
 
 
 class TorchStepKernels(CudaKernels):
@@ -323,7 +316,8 @@ class TorchStepKernels(CudaKernels):
         rows_U = listed.unique_rows()
         grad_UD = torch.zeros(rows_U.shape[0], shape.dim, device=shape.device)
         pairs_U = torch.zeros_like(rows_U)
-        return self._with_sums(listed._replace(rows_U=rows_U, grad_UD=grad_UD, pairs_U=pairs_U))
+        rows = listed._replace(rows_U=rows_U, grad_UD=grad_UD, pairs_U=pairs_U)
+        return Grads(rows, next(self._losses), next(self._pairs))
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         reference.ReferenceKernels(self.shape).optimizer_step(update, view, grads, state)

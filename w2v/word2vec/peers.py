@@ -194,7 +194,7 @@ class CudaPeerKernels(CudaKernels):
         """
         self._meetings += 1
         self._borrow(self._borrow_blocks, slot=slot, turn=self._meetings)
-        return self._with_sums(self._grads)
+        return Grads(self._grads, next(self._losses), next(self._pairs))
 
     def find_gradients(self, grads: Grads, fault: Tensor) -> Grads:
         """Return the rows of this rank, once all ranks have their gradients.

@@ -168,8 +168,9 @@ class Sampler:
         """Return a batch for a rank whose epoch ends before that of others."""
         none = torch.zeros(0, dtype=torch.int32, device=self.device)
         none_BK = none.view(0, self.model.negative)
-        after, of = Position(epoch, len(self._chunks(epoch))), self._objective
-        return Batch(none, none, 0, none, none_BK, self._reach, epoch + 1, after, objective=of)
+        end = Position(epoch, len(self._chunks(epoch)))
+        objective = self._objective
+        return Batch(none, none, 0, none, none_BK, self._reach, epoch + 1, end, objective=objective)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return the state to resume from `position` (JSON-serializable)."""

@@ -215,13 +215,14 @@ class CudaKernels(Kernels):
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         optimizer, table, lr = update
         step, step_column = optimizer.count_step(table)
-        stepped = optimizer, state, step_column
+        stepped = optimizer, table, state
         if stepped != self._stepped:
             shape = self.shape
             launch = step_kernel(optimizer, shape.dtype, shape.dim, self._peers)
             self._launch_step = launch.bind(
                 view=self._view,
                 rows=self._step_rows,
+                row_width=table.width,
                 dim=shape.dim,
                 step_column=step_column,
                 cap=optimizer.occurrence_cap,
@@ -239,7 +240,6 @@ class CudaKernels(Kernels):
         self._launch_step(
             # An upper bound: the number of rows is known on the device alone.
             blocks_for(32 * grads.rows.grad_UD.shape[0]),
-            row_width=view.records_SR.shape[1],
             lr=float(lr),
             table_step=step,
             seed=table.next_rounding_seed(),

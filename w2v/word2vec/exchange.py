@@ -18,7 +18,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState, zer
 from w2v.word2vec.kernels import Kernels
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedBatch:
+class PlannedBatch(NamedTuple):
     """A batch whose page is planned."""
 
     batch: Batch

@@ -135,7 +135,11 @@ class Arguments:
         self._kernel = kernel
         self._device = device
         self._members = [member for one in parameters.values() for member in one.members]
-        self._pointers = [(n, one.dtype) for n, one in enumerate(self._members) if one.dtype]
+        self._pointers = [
+            (n, one.dtype, "OPTIONAL" in one.marks)
+            for n, one in enumerate(self._members)
+            if one.dtype
+        ]
         self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
         self._structs.reverse()  # `pack` replaces each by its fields
         self._begins: dict[str, int] = {}  # in bytes
@@ -161,32 +165,32 @@ class Arguments:
             if getattr(flat[n], "_fields", None) != fields:
                 raise TypeError(f"{self._kernel}: a struct has the fields {fields}, not {flat[n]}")
             flat[n : n + 1] = flat[n]
-        for n, dtype in self._pointers:
+        for n, dtype, is_optional in self._pointers:
             value = flat[n]
-            is_usual = type(value) is Tensor and value.dtype is dtype and value.is_contiguous()
-            if is_usual and value.get_device() == self._device:
-                flat[n] = value.data_ptr()
-            else:
-                flat[n] = self._address(n, value)
+            if value is None and is_optional:
+                flat[n] = 0
+                continue
+            is_usual = type(value) is Tensor and (value.dtype is dtype or dtype == "any")
+            if not (is_usual and value.is_contiguous() and value.get_device() == self._device):
+                self._check(n, value)
+            flat[n] = value.data_ptr()
+        if not NO_NUMBERS.isdisjoint(map(type, flat)):
+            self._refuse_number(flat)
         try:
-            if NO_NUMBERS.isdisjoint(map(type, flat)):
-                self._layout.pack_into(memory, 0, *flat)
-                return
+            self._layout.pack_into(memory, 0, *flat)
         except (struct.error, OverflowError):
-            pass
-        self._refuse_number(flat)
+            self._refuse_number(flat)
+            raise
 
-    def _address(self, n: int, value: Any) -> int:
-        """Return where the n-th pointer points; raise `TypeError` if it may not."""
+    def _check(self, n: int, value: Any) -> None:
+        """Raise `TypeError` unless the n-th pointer takes the value."""
         member = self._members[n]
-        if value is None and "OPTIONAL" in member.marks:
-            return 0
         if type(value) is Tensor:
             on_host = value.is_cpu and "HOST" in member.marks
             is_there = on_host or value.get_device() == self._device
             is_contiguous = value.is_contiguous() or "STRIDED" in member.marks
             if member.dtype in (value.dtype, "any") and is_there and is_contiguous:
-                return value.data_ptr()
+                return
             strides = f"strides {value.stride()}"
             value = f"a tensor of {value.dtype} on {value.device}, {strides}"
         raise TypeError(self._refusal(n, value))

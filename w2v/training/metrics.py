@@ -129,6 +129,7 @@ class Metrics(contextlib.AbstractContextManager):
         self._total_words = total_words
         self._log_seconds = log_seconds
 
+        # Sums of the epoch so far, and since the last line.
         self._loss = Total(saved.epoch_loss, saved.loss)
         self._pairs = Total(saved.epoch_pairs, saved.pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet

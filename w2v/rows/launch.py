@@ -135,11 +135,7 @@ class Arguments:
         self._kernel = kernel
         self._device = device
         self._members = [member for one in parameters.values() for member in one.members]
-        self._pointers = [
-            (n, one.dtype, "OPTIONAL" in one.marks)
-            for n, one in enumerate(self._members)
-            if one.dtype
-        ]
+        self._pointers = [(n, member) for n, member in enumerate(self._members) if member.dtype]
         self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
         self._structs.reverse()  # `pack` replaces each by its fields
         self._begins: dict[str, int] = {}  # in bytes
@@ -165,13 +161,14 @@ class Arguments:
             if getattr(flat[n], "_fields", None) != fields:
                 raise TypeError(f"{self._kernel}: a struct has the fields {fields}, not {flat[n]}")
             flat[n : n + 1] = flat[n]
-        for n, dtype, is_optional in self._pointers:
+        device = self._device
+        for n, member in self._pointers:
             value = flat[n]
-            if value is None and is_optional:
+            if value is None and "OPTIONAL" in member.marks:
                 flat[n] = 0
                 continue
-            is_usual = type(value) is Tensor and (value.dtype is dtype or dtype == "any")
-            if not (is_usual and value.is_contiguous() and value.get_device() == self._device):
+            is_usual = type(value) is Tensor and member.dtype in (value.dtype, "any")
+            if not (is_usual and value.is_contiguous() and value.get_device() == device):
                 self._check(n, value)
             flat[n] = value.data_ptr()
         if not NO_NUMBERS.isdisjoint(map(type, flat)):

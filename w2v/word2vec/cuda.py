@@ -254,8 +254,7 @@ class CudaKernels(Kernels):
         centers, negatives = batch.negatives_BK.shape
         text = batch.words_n, batch.sentences_n
         if not all(map(operator.is_, text, self._text)):
-            length = batch.words_n.shape[0]
-            self._chunk.fill(words=batch.words_n, sentences=batch.sentences_n, length=length)
+            self._chunk.fill(words=text[0], sentences=text[1], length=text[0].shape[0])
             self._text = text
         form = batch.window, negatives, batch.pool, batch.objective
         if centers > self._most_centers or not all(map(operator.is_, form, self._form)):

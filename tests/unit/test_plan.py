@@ -592,7 +592,8 @@ def test_small_steps_take_few_threads(centers, threads, monkeypatch):
     assert made.threads == threads
 
 
-def test_lists_for_peers_have_room_for_the_pool_of_a_batch():
+def test_lists_for_peers_have_room_for_the_pool_of_a_batch(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     planned = SimpleNamespace(
         config=load_config(
             [], ["train.batch_size=40", "model.negative=9", "model.negative_pool=32"]

@@ -12,12 +12,12 @@ struct Path {
     int length;
 };
 
-struct Chunk {
+struct Chunk {  // of text, as subsampling has kept it
     const int *words, *sentences;  // word and sentence id at each position of the text
     long long length;
 };
 
-struct Drawn {
+struct Drawn {  // the centers words[first : first + centers], and what was drawn for them
     long long first, centers;
     const int *windows, *negatives;
 };

@@ -35,8 +35,7 @@ __device__ void each_row(const Batch& batch, Visit visit) {
 }
 
 // List the unique rows that take part in a pair.
-extern "C" __global__ void unique_rows(
-    RowGrads rows, Chunk chunk, Drawn drawn, Tree tree) {
+extern "C" __global__ void unique_rows(RowGrads rows, Chunk chunk, Drawn drawn, Tree tree) {
     each_row({chunk, drawn, tree}, [&](int row) { return rows.add(row); });
 }
 

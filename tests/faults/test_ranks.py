@@ -57,6 +57,19 @@ def arguments(device, tmp_path_factory):
     return saving_run(tmp_path_factory.mktemp("corpus"), 750, *more)
 
 
+def trains(folder):
+    """Return whether ranks train, as a line is logged; before, there is nothing to save."""
+    return any(file.stat().st_size for file in folder.glob("20*/metrics.jsonl"))
+
+
+def training_ranks(programs, folder, *arguments):
+    """Start ranks by --gpus; return job and processes, once they train."""
+    options = "train.epochs=500", "run.log_seconds=0.1", f"run.dir={folder}"
+    job = programs.start(*arguments, *options, "--gpus", RANKS, forked=True)
+    programs.wait_for(lambda: trains(folder))
+    return job, programs.ranks()
+
+
 def vectors(folder):
     return (run_folder(folder) / "vectors.bin").read_bytes()
 
@@ -139,8 +152,7 @@ def test_signal_to_the_job_saves_and_other_ranks_resume(
     ranks = ranks if device == "cpu" else min(ranks, torch.cuda.device_count())
     options = "run.checkpoint_minutes=0", "train.epochs=500", "run.log_seconds=0.1"
     job, _ = start(programs, *arguments, *FUSED, *options, f"run.dir={tmp_path}")
-    # The first line shows that ranks train; before, there is nothing to save.
-    programs.wait_for(lambda: [f for f in tmp_path.glob("20*/metrics.jsonl") if f.stat().st_size])
+    programs.wait_for(lambda: trains(tmp_path))
     os.kill(job, number)
     _, output = programs.wait()
     assert output.count("--resume") == 1 and "rror" not in output, output
@@ -196,9 +208,7 @@ def test_option_gpus_starts_ranks(programs, arguments, tmp_path, undisturbed):
     status, output = programs.run(*resumed, forked=True)
     assert status == 0 and vectors(tmp_path) == undisturbed[0], output
     stopped = tmp_path / "stopped"
-    job = programs.start(*its, "train.epochs=500", f"run.dir={stopped}", forked=True)
-    programs.wait_for(lambda: list(stopped.glob("20*/metrics.jsonl")))
-    time.sleep(0.5)
+    job, _ = training_ranks(programs, stopped, *arguments)
     os.kill(job, signal.SIGTERM)
     status, output = programs.wait()
     assert status == 143 and output.count("--resume") == 1 and "rror" not in output, output
@@ -213,15 +223,6 @@ def test_torchrun_command_gives_the_same_vectors(
         pytest.skip("the other tests start ranks by torchrun there")
     status, output = programs.run(*arguments, f"run.dir={tmp_path}", ranks=RANKS, forked=False)
     assert status == 0 and vectors(tmp_path) == undisturbed[0], output
-
-
-def training_ranks(programs, folder, *arguments):
-    """Start ranks by --gpus; return job and processes, once they train."""
-    options = "train.epochs=500", "run.log_seconds=0.1", f"run.dir={folder}"
-    job = programs.start(*arguments, *options, "--gpus", RANKS, forked=True)
-    # The first line shows that ranks train; before, there is nothing to save.
-    programs.wait_for(lambda: [f for f in folder.glob("20*/metrics.jsonl") if f.stat().st_size])
-    return job, programs.ranks()
 
 
 def test_ranks_end_with_the_process_that_has_started_them(programs, arguments, tmp_path):

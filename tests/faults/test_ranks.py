@@ -58,7 +58,7 @@ def arguments(device, tmp_path_factory):
 
 
 def trains(folder):
-    """Return whether ranks train, as a line is logged; before, there is nothing to save."""
+    """Return whether a line is logged: before, there is nothing to save."""
     return any(file.stat().st_size for file in folder.glob("20*/metrics.jsonl"))
 
 

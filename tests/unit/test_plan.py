@@ -617,6 +617,11 @@ def test_subwords_are_planned():
     assert f"in {made.config.model.buckets:,} buckets" in describe(made)
     given = zipf_plan(300, 20_000, "model.subwords=true", "model.buckets=7")
     assert given.config.model.buckets == 7 == len(given.subwords.used_B)
+    size, dim = given.words, given.config.model.vector_size
+    for formats, rows in (("kv,bin", 3 * size + 7), ("kv,bin,fasttext", 5 * size + 14)):
+        run = replace(given.config.run, formats=formats)
+        written = replace(given, config=replace(given.config, run=run)).needs()["disk"]["vectors"]
+        assert written == 4 * dim * rows + 32 * size
     built = build(given)
     weight_AD = built.step.table["weight"]
     first = given.subwords.first

@@ -629,7 +629,10 @@ def test_subwords_are_planned():
     assert not built.step.outputs["weight"][:300].any()
 
 
-def test_what_subwords_cannot_do_is_refused():
+def test_what_subwords_cannot_do_is_refused(caplog):
+    unused = task_on_gpu("model.min_n=3", "train.batch_size=9", centers=1e9)
+    plan.warn_of_settings(unused, batch_is_given=True)
+    assert "model.min_n has no effect without model.subwords=true" in caplog.text
     settings = "train.device=cpu", "model.subwords=true"
     for others in (["model.subwords=false"], ["model.hs=true", "model.negative=0"]):
         with pytest.raises(ConfigError, match="formats=kv,fasttext needs model.subwords=true"):

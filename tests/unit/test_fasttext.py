@@ -1,5 +1,6 @@
 """Subwords in files: runs, gensim's vectors and fastText's .bin."""
 
+import io
 import struct
 
 import numpy as np
@@ -14,6 +15,7 @@ from gensim.models.fasttext import (
 from gensim.test.utils import datapath
 
 import train
+import w2v
 from tests.support.tiny import tiny_arguments
 from w2v.api.cli import main
 from w2v.vectors import export, fasttext, load
@@ -30,6 +32,7 @@ def run(tmp_path_factory):
     """Folder of a finished run with subwords."""
     folder = tmp_path_factory.mktemp("subwords")
     changes = {"model__subwords": "true", "model__min_n": 2, "run__formats": FORMATS}
+    changes["model__buckets"] = 10_000  # in most is no n-gram
     assert train.main(tiny_arguments(folder, LINES, **changes)) == 0
     (found,) = (folder / "runs").iterdir()
     return found
@@ -81,7 +84,7 @@ def test_exported_vectors_are_those_of_the_run(run, tmp_path, name):
         assert exported.ngrams is None
 
 
-def test_neighbors_of_an_unseen_word_are_those_of_gensim(run, capsys):
+def test_neighbors_of_an_unseen_word_are_those_of_gensim(run, capsys, monkeypatch):
     assert not main(["nn", str(run), UNSEEN, "--topn", "3"])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"{UNSEEN}  (composed of n-grams: {UNSEEN})"
@@ -93,6 +96,14 @@ def test_neighbors_of_an_unseen_word_are_those_of_gensim(run, capsys):
     assert "composed" not in capsys.readouterr().out
     assert not main(["analogies", str(run), f"{UNSEEN} - modrý + modrá"])
     assert "composed of n-grams: žlutý" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("modrý  modrá\n\n"))  # one word with a space
+    assert not main(["nn", str(run)])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "modrý modrá  (composed of n-grams: modrý modrá)"
+    assert main(["nn", str(run), "字"]) == 2  # no word has its n-grams, whose vectors are zero
+    assert "'字' is not in the vocabulary" in capsys.readouterr().err
+    with pytest.raises(KeyError, match="字"):
+        w2v.load(run)["字"]
 
 
 def test_other_commands_take_a_run_with_subwords(run, tmp_path, capsys):

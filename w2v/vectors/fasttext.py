@@ -43,13 +43,12 @@ class Ngrams(NamedTuple):
     buckets_BD: np.ndarray
 
     def compose(self, word: str) -> np.ndarray | None:
-        """Return the vector [D] of an unseen word; None if it has no n-grams."""
-        if not len(self.buckets_BD):
-            return None
+        """Return the vector [D] of an unseen word; None if its n-grams have none."""
         _, hashes_N = hash_words([word], self.min_n, self.max_n)
-        if not len(hashes_N):
+        if not (len(self.buckets_BD) and len(hashes_N)):
             return None
-        return self.buckets_BD[hashes_N % len(self.buckets_BD)].astype(np.float32).mean(0)
+        vectors_ND = self.buckets_BD[hashes_N % len(self.buckets_BD)].astype(np.float32)
+        return vectors_ND.mean(0) if vectors_ND.any() else None
 
     def compose_all(self, words: Sequence[str]) -> np.ndarray:
         """Return the vectors of all words: float32 [V, D]."""

@@ -22,7 +22,7 @@ from w2v.vectors import export, fasttext, load
 from w2v.vectors.load import NGRAMS, OWN
 from w2v.vectors.manifest import VectorsError
 
-LINES = "žluť žluťák červeň červený modř modrý modrá\n" * 30
+LINES = "žluť žluťák červeň červený modř modrý modrá </s>\n" * 30
 UNSEEN = "žlutý"
 FORMATS = "kv,bin,fasttext"
 
@@ -62,7 +62,9 @@ def test_gensim_loads_the_fasttext_file_of_a_run_and_trains_on(run):
     similar(again.vectors, words.vectors)
     similar(again.ngrams.compose(UNSEEN), words.ngrams.compose(UNSEEN))
     kv = load_facebook_vectors(str(path))
-    similar(kv.vectors, words.vectors)
+    is_word = np.array(words.index_to_key) != fasttext.END  # for which gensim has n-grams
+    similar(kv.vectors[is_word], words.vectors[is_word])
+    similar(kv.vectors_vocab[~is_word], words.vectors[~is_word])  # as fastText has none
     similar(kv[UNSEEN], words.ngrams.compose(UNSEEN))
     model = load_facebook_model(str(path))
     assert (model.sg, model.window, model.wv.min_n, model.wv.max_n) == (1, 5, 2, 5)
@@ -131,9 +133,8 @@ def test_files_of_fasttext_itself_are_read():
 
 @pytest.mark.parametrize("max_n", [4, 1])
 def test_models_of_gensim_are_read(tmp_path, max_n):
-    model = FastText(
-        [LINES.split()] * 5, vector_size=6, min_count=1, min_n=2, max_n=max_n, bucket=50
-    )
+    text = [LINES.replace(fasttext.END, "").split()] * 5
+    model = FastText(text, vector_size=6, min_count=1, min_n=2, max_n=max_n, bucket=50)
     save_facebook_model(model, str(tmp_path / "model.bin"))
     model.wv.save(str(tmp_path / "vectors.kv"))
     for name in ("model.bin", "vectors.kv"):
@@ -178,10 +179,18 @@ def test_damaged_files_are_refused(run, tmp_path):
             load.load_words(path)
 
 
-def test_a_quantized_file_is_refused(run, tmp_path):
+def test_a_quantized_file_is_refused_and_labels_are_no_words(run, tmp_path):
     content = (run / export.FASTTEXT).read_bytes()
-    ngrams = load.load_words(run).ngrams
+    words = load.load_words(run)
+    size, ngrams = len(words.index_to_key), words.ngrams
     shape = fasttext.SHAPE.pack(False, len(ngrams.own_VD) + len(ngrams.buckets_BD), 4)
+    label = b"__label__a\0" + fasttext.COUNT.pack(3, 1)
+    labeled = bytearray(content.replace(shape, label + shape, 1))
+    struct.pack_into("<3i", labeled, 8 + fasttext.SETTINGS.size, size + 1, size, 1)
+    (tmp_path / "labeled.bin").write_bytes(labeled)
+    found = load.load_words(tmp_path / "labeled.bin")
+    assert found.index_to_key == words.index_to_key
+    similar(found.vectors, words.vectors)
     (tmp_path / "q.bin").write_bytes(content.replace(shape, b"\1" + shape[1:], 1))
     with pytest.raises(VectorsError, match="quantized"):
         load.load_words(tmp_path / "q.bin")

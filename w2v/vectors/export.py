@@ -241,7 +241,11 @@ def _write_subwords(
         done += len(block_nD)
     buckets_BD.flush()
     if as_fasttext:
-        ngrams = fasttext.Ngrams(min_n, max_n, np.load(folder / OWN, mmap_mode="r"), buckets_BD)
+        own_VD = np.load(folder / OWN, mmap_mode="c")
+        if fasttext.END in vocab.words:
+            row = vocab.words.index(fasttext.END)
+            own_VD[row] = np.load(folder / ARRAY, mmap_mode="r")[row]
+        ngrams = fasttext.Ngrams(min_n, max_n, own_VD, buckets_BD)
         with open(folder / FASTTEXT, "wb") as file:
             fasttext.write(file, composed.config, vocab, ngrams, composed.outputs)
 

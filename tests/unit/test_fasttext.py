@@ -81,6 +81,7 @@ def test_exported_vectors_are_those_of_the_run(run, tmp_path, name):
     words, exported = load.load_words(run), load.load_words(tmp_path / f"vectors.{name}")
     similar(exported.vectors, words.vectors)
     if name == "kv":
+        assert all((tmp_path / array).exists() for array in (OWN, NGRAMS))
         similar(exported.ngrams.compose(UNSEEN), words.ngrams.compose(UNSEEN))
     else:
         assert exported.ngrams is None

@@ -303,7 +303,7 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
             if name in manifest.FILES:
                 convert.write(name, kv.index_to_key, kv.vectors, new)
             elif name == "kv":
-                kv.save(path, separately=["vectors"])
+                kv.save(path, separately=["vectors", "vectors_vocab", "vectors_ngrams"])
             else:
                 kv.save_word2vec_format(path, binary=name == "bin")
         written = [path.name for path in new.iterdir() if path.is_file()]

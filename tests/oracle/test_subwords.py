@@ -72,10 +72,7 @@ def test_rows_of_words_are_their_own_and_those_of_their_ngrams():
     fewer = Subwords.of(words[:9], (*LENGTHS, BUCKETS), vectors=31)
     assert np.array_equal(fewer.used_B, subwords.used_B[: len(fewer.used_B)])
     assert len(fewer.used_B) < len(subwords.used_B) == len(set(subwords.used_B.tolist()))
-    assert subwords.most_rows(20) == len(subwords.rows_N.unique())
-    assert (
-        subwords.most_rows(1) == max(len(ft_ngram_hashes(w, *LENGTHS, BUCKETS)) for w in words) + 1
-    )
+    assert subwords.rows == len(subwords.rows_N.unique())
 
 
 def test_rows_of_random_words_are_as_many_as_expected():

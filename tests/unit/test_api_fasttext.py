@@ -92,12 +92,16 @@ def test_files_of_fasttext_are_written_and_read(model, tmp_path):
     np.testing.assert_allclose(words.ngrams.compose("kaufendes"), model.wv["kaufendes"], rtol=1e-5)
 
 
-def test_without_ngrams_it_is_word2vec(tmp_path):
-    model = FastText(TEXT, epochs=1, **SMALL, min_n=3, max_n=2)
-    assert model.wv.bucket == 0
-    assert np.isfinite(model.wv["kaufen"]).all()
-    with pytest.raises(KeyError):
-        model.wv["unseen"]
+def test_without_ngrams_it_is_word2vec():
+    for min_n, max_n, buckets in ((3, 2, 0), (0, 0, 500)):
+        model = FastText(**SMALL, min_n=min_n, max_n=max_n)
+        assert model.wv.bucket == buckets  # as in gensim, which keeps 500 that no n-gram is in
+        model.build_vocab(TEXT)
+        before = model.wv.vectors.copy()
+        model.train(TEXT, total_examples=len(TEXT), epochs=1)
+        assert (model.wv.vectors != before).any(1).all()
+        assert np.array_equal(model.wv.vectors, model.wv.vectors_vocab)
+        assert ("unseen" in model.wv) == bool(buckets)
 
 
 def test_models_of_gensim_train_on(tmp_path):

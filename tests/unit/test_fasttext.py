@@ -1,5 +1,6 @@
 """Subwords in files: runs, gensim's vectors and fastText's .bin."""
 
+import io
 import struct
 
 import numpy as np
@@ -14,13 +15,14 @@ from gensim.models.fasttext import (
 from gensim.test.utils import datapath
 
 import train
+import w2v
 from tests.support.tiny import tiny_arguments
 from w2v.api.cli import main
 from w2v.vectors import export, fasttext, load
 from w2v.vectors.load import NGRAMS, OWN
 from w2v.vectors.manifest import VectorsError
 
-LINES = "žluť žluťák červeň červený modř modrý modrá\n" * 30
+LINES = "žluť žluťák červeň červený modř modrý modrá </s>\n" * 30
 UNSEEN = "žlutý"
 FORMATS = "kv,bin,fasttext"
 
@@ -30,6 +32,7 @@ def run(tmp_path_factory):
     """Folder of a finished run with subwords."""
     folder = tmp_path_factory.mktemp("subwords")
     changes = {"model__subwords": "true", "model__min_n": 2, "run__formats": FORMATS}
+    changes["model__buckets"] = 10_000  # in most is no n-gram
     assert train.main(tiny_arguments(folder, LINES, **changes)) == 0
     (found,) = (folder / "runs").iterdir()
     return found
@@ -59,7 +62,9 @@ def test_gensim_loads_the_fasttext_file_of_a_run_and_trains_on(run):
     similar(again.vectors, words.vectors)
     similar(again.ngrams.compose(UNSEEN), words.ngrams.compose(UNSEEN))
     kv = load_facebook_vectors(str(path))
-    similar(kv.vectors, words.vectors)
+    is_word = np.array(words.index_to_key) != fasttext.END  # for which gensim has n-grams
+    similar(kv.vectors[is_word], words.vectors[is_word])
+    similar(kv.vectors_vocab[~is_word], words.vectors[~is_word])  # as fastText has none
     similar(kv[UNSEEN], words.ngrams.compose(UNSEEN))
     model = load_facebook_model(str(path))
     assert (model.sg, model.window, model.wv.min_n, model.wv.max_n) == (1, 5, 2, 5)
@@ -76,12 +81,13 @@ def test_exported_vectors_are_those_of_the_run(run, tmp_path, name):
     words, exported = load.load_words(run), load.load_words(tmp_path / f"vectors.{name}")
     similar(exported.vectors, words.vectors)
     if name == "kv":
+        assert all((tmp_path / array).exists() for array in (OWN, NGRAMS))
         similar(exported.ngrams.compose(UNSEEN), words.ngrams.compose(UNSEEN))
     else:
         assert exported.ngrams is None
 
 
-def test_neighbors_of_an_unseen_word_are_those_of_gensim(run, capsys):
+def test_neighbors_of_an_unseen_word_are_those_of_gensim(run, capsys, monkeypatch):
     assert not main(["nn", str(run), UNSEEN, "--topn", "3"])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"{UNSEEN}  (composed of n-grams: {UNSEEN})"
@@ -93,6 +99,14 @@ def test_neighbors_of_an_unseen_word_are_those_of_gensim(run, capsys):
     assert "composed" not in capsys.readouterr().out
     assert not main(["analogies", str(run), f"{UNSEEN} - modrý + modrá"])
     assert "composed of n-grams: žlutý" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("modrý  modrá\n\n"))  # one word with a space
+    assert not main(["nn", str(run)])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "modrý modrá  (composed of n-grams: modrý modrá)"
+    assert main(["nn", str(run), "字"]) == 2  # no word has its n-grams, whose vectors are zero
+    assert "'字' is not in the vocabulary" in capsys.readouterr().err
+    with pytest.raises(KeyError, match="字"):
+        w2v.load(run)["字"]
 
 
 def test_other_commands_take_a_run_with_subwords(run, tmp_path, capsys):
@@ -120,9 +134,8 @@ def test_files_of_fasttext_itself_are_read():
 
 @pytest.mark.parametrize("max_n", [4, 1])
 def test_models_of_gensim_are_read(tmp_path, max_n):
-    model = FastText(
-        [LINES.split()] * 5, vector_size=6, min_count=1, min_n=2, max_n=max_n, bucket=50
-    )
+    text = [LINES.replace(fasttext.END, "").split()] * 5
+    model = FastText(text, vector_size=6, min_count=1, min_n=2, max_n=max_n, bucket=50)
     save_facebook_model(model, str(tmp_path / "model.bin"))
     model.wv.save(str(tmp_path / "vectors.kv"))
     for name in ("model.bin", "vectors.kv"):
@@ -167,10 +180,18 @@ def test_damaged_files_are_refused(run, tmp_path):
             load.load_words(path)
 
 
-def test_a_quantized_file_is_refused(run, tmp_path):
+def test_a_quantized_file_is_refused_and_labels_are_no_words(run, tmp_path):
     content = (run / export.FASTTEXT).read_bytes()
-    ngrams = load.load_words(run).ngrams
+    words = load.load_words(run)
+    size, ngrams = len(words.index_to_key), words.ngrams
     shape = fasttext.SHAPE.pack(False, len(ngrams.own_VD) + len(ngrams.buckets_BD), 4)
+    label = b"__label__a\0" + fasttext.COUNT.pack(3, 1)
+    labeled = bytearray(content.replace(shape, label + shape, 1))
+    struct.pack_into("<3i", labeled, 8 + fasttext.SETTINGS.size, size + 1, size, 1)
+    (tmp_path / "labeled.bin").write_bytes(labeled)
+    found = load.load_words(tmp_path / "labeled.bin")
+    assert found.index_to_key == words.index_to_key
+    similar(found.vectors, words.vectors)
     (tmp_path / "q.bin").write_bytes(content.replace(shape, b"\1" + shape[1:], 1))
     with pytest.raises(VectorsError, match="quantized"):
         load.load_words(tmp_path / "q.bin")

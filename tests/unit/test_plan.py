@@ -618,6 +618,11 @@ def test_subwords_are_planned():
     assert f"in {made.config.model.buckets:,} buckets" in describe(made)
     given = zipf_plan(300, 20_000, "model.subwords=true", "model.buckets=7")
     assert given.config.model.buckets == 7 == len(given.subwords.used_B)
+    size, dim = given.words, given.config.model.vector_size
+    for formats, rows in (("kv,bin", 3 * size + 7), ("kv,bin,fasttext", 5 * size + 14)):
+        run = replace(given.config.run, formats=formats)
+        written = replace(given, config=replace(given.config, run=run)).needs()["disk"]["vectors"]
+        assert written == 4 * dim * rows + 32 * size
     built = build(given)
     weight_AD = built.step.table["weight"]
     first = given.subwords.first
@@ -625,7 +630,10 @@ def test_subwords_are_planned():
     assert not built.step.outputs["weight"][:300].any()
 
 
-def test_what_subwords_cannot_do_is_refused():
+def test_what_subwords_cannot_do_is_refused(caplog):
+    unused = task_on_gpu("model.min_n=3", "train.batch_size=9", centers=1e9)
+    plan.warn_of_settings(unused, batch_is_given=True)
+    assert "model.min_n has no effect without model.subwords=true" in caplog.text
     settings = "train.device=cpu", "model.subwords=true"
     for others in (["model.subwords=false"], ["model.hs=true", "model.negative=0"]):
         with pytest.raises(ConfigError, match="formats=kv,fasttext needs model.subwords=true"):

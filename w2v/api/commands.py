@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from w2v.api.vectors import Answers, load
 from w2v.system.console import show
@@ -13,7 +13,7 @@ from w2v.system.files import one_line, printable
 from w2v.vectors import report
 from w2v.vectors.datasets import EvaluationError, Further
 from w2v.vectors.load import VectorsError, Words
-from w2v.vectors.query import SIGNS, composed
+from w2v.vectors.query import SIGNS
 
 
 def score(options: Namespace) -> None:
@@ -32,7 +32,7 @@ def nn(options: Namespace) -> int:
     """Print the nearest neighbors of each word."""
     vectors = load(options.run)
     questions = [[word] for word in options.words]
-    return _answer(vectors, lambda words: vectors.nn(" ".join(words), options.topn), questions)
+    return _answer(vectors, lambda words: vectors.nn(words[0], options.topn), questions, True)
 
 
 def analogies(options: Namespace) -> int:
@@ -66,17 +66,19 @@ def write_report(options: Namespace) -> None:
 
 
 def _answer(
-    vectors: Words, ask: Callable[[list[str]], Answers], questions: Sequence[list[str]]
+    vectors: Words, ask: Callable[[list[str]], Answers], questions: list[list[str]], joins=False
 ) -> int:
     """Answer the questions, or else lines of stdin; return the status."""
     if not questions and sys.stdin.isatty():
         show("one question per line; Ctrl-D ends", file=sys.stderr)
     status = 0
     for words in questions or filter(None, map(str.split, sys.stdin)):
+        if joins:  # a line is one word, which may hold spaces
+            words = [" ".join(words)]
         try:
             answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]
             terms = words[:: 1 + bool(SIGNS.keys() & words)]  # not the signs of a sum
-            unseen = ", ".join(word for word in terms if composed(vectors, word) is not None)
+            unseen = ", ".join(word for word in terms if word not in vectors.key_to_index)
             note = f"  (composed of n-grams: {unseen})" if unseen else ""
             show("\n".join([printable(" ".join(words) + note), *answers]))
         except EvaluationError as error:

@@ -88,7 +88,7 @@ class FastText(Word2Vec, fasttext.FastText):
     def _subword_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given = vars(given["wv"]) if "wv" in given else given
         min_n, max_n, buckets = given["min_n"], given["max_n"], given["bucket"]
-        if not buckets or max_n < min_n:
+        if not buckets or max_n < max(1, min_n):
             return {}
         return {"subwords": True, "min_n": max(1, min_n), "max_n": max_n, "buckets": buckets}
 
@@ -101,8 +101,8 @@ class FastText(Word2Vec, fasttext.FastText):
     def _parts(self, step: TrainingStep) -> list[Part]:
         inputs, *others = super()._parts(step)
         words, subwords, wv = self._trained_words, step.subwords, self.wv
-        if not subwords:
-            return [inputs._replace(vectors_VD=wv.vectors_vocab[:words]), *others]
+        if not subwords:  # gensim has them in two arrays, or in one by two names
+            return [inputs, inputs._replace(vectors_VD=wv.vectors_vocab[:words]), *others]
         own = slice(subwords.first, subwords.first + words)
         used = slice(own.stop, subwords.first + subwords.rows)
         return [

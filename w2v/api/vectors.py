@@ -70,9 +70,9 @@ class Vectors(Words):
         return word in self.key_to_index
 
     def __getitem__(self, word: str) -> np.ndarray:
-        if (vector_D := query.composed(self, word)) is not None:
-            return vector_D
-        return self.vectors[self.key_to_index[word]]
+        if (vector_D := query.vector_of(self, word)) is None:
+            raise KeyError(word)
+        return vector_D
 
     def __fspath__(self) -> str:
         """Return the run folder, or the file where it is not that of a run."""

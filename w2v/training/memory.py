@@ -342,7 +342,10 @@ class Plan:
         """Return the estimated bytes by place and purpose."""
         # The oldest checkpoint is removed when the third is whole.
         checkpoints = 3 if self.config.run.checkpoint_minutes else 1
-        formats = len(self.config.run.formats.split(","))
+        formats = self.config.run.formats.split(",")
+        rows = len(formats) * self.words
+        if self.subwords:  # fastText's file has them again, beside output vectors
+            rows += (self.words + self.config.model.buckets) * (1 + ("fasttext" in formats))
         run_dir, table_dir = self.config.run.dir, self.config.transfer.table_dir
         file_bytes = self.ranks.size * self.table_bytes * bool(table_dir)
         is_one_disk = same_disk(Path(run_dir), Path(table_dir))
@@ -356,8 +359,7 @@ class Plan:
             "gpu": self._gpu_needs(),
             "disk": {
                 "checkpoints": checkpoints * self.shape.rows * unpadded,
-                "vectors": (formats * 4 * self.shape.dim + 32) * self.words
-                + 4 * self.shape.dim * max(0, self.config.model.buckets) * bool(self.subwords),
+                "vectors": 4 * self.shape.dim * rows + 32 * self.words,
                 "tables": file_bytes * is_one_disk,
             },
             "files": {"tables": file_bytes * (not is_one_disk)},

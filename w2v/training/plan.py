@@ -309,7 +309,10 @@ def warn_of_machine(plan: Plan) -> None:
 
 def warn_of_settings(plan: Plan, batch_is_given: bool) -> None:
     """Warn of settings with which a run is slow or learns little."""
-    train = plan.config.train
+    train, model = plan.config.train, plan.config.model
+    for name in ("min_n", "max_n", "buckets"):
+        if getattr(model, name) > 0 and not model.subwords:
+            log.warning(f"model.{name} has no effect without model.subwords=true")
     size = train.batch_size
     steps = train.epochs * plan.centers / size
     if batch_is_given and plan.kernels != "sequential" and steps < FEWEST_STEPS:

@@ -241,7 +241,11 @@ def _write_subwords(
         done += len(block_nD)
     buckets_BD.flush()
     if as_fasttext:
-        ngrams = fasttext.Ngrams(min_n, max_n, np.load(folder / OWN, mmap_mode="r"), buckets_BD)
+        own_VD = np.load(folder / OWN, mmap_mode="c")
+        if fasttext.END in vocab.words:
+            row = vocab.words.index(fasttext.END)
+            own_VD[row] = np.load(folder / ARRAY, mmap_mode="r")[row]
+        ngrams = fasttext.Ngrams(min_n, max_n, own_VD, buckets_BD)
         with open(folder / FASTTEXT, "wb") as file:
             fasttext.write(file, composed.config, vocab, ngrams, composed.outputs)
 
@@ -299,7 +303,7 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
             if name in manifest.FILES:
                 convert.write(name, kv.index_to_key, kv.vectors, new)
             elif name == "kv":
-                kv.save(path, separately=["vectors"])
+                kv.save(path, separately=["vectors", "vectors_vocab", "vectors_ngrams"])
             else:
                 kv.save_word2vec_format(path, binary=name == "bin")
         written = [path.name for path in new.iterdir() if path.is_file()]

@@ -43,13 +43,12 @@ class Ngrams(NamedTuple):
     buckets_BD: np.ndarray
 
     def compose(self, word: str) -> np.ndarray | None:
-        """Return the vector [D] of an unseen word; None if it has no n-grams."""
-        if not len(self.buckets_BD):
-            return None
+        """Return the vector [D] of an unseen word; None if its n-grams have none."""
         _, hashes_N = hash_words([word], self.min_n, self.max_n)
-        if not len(hashes_N):
+        if not (len(self.buckets_BD) and len(hashes_N)):
             return None
-        return self.buckets_BD[hashes_N % len(self.buckets_BD)].astype(np.float32).mean(0)
+        vectors_ND = self.buckets_BD[hashes_N % len(self.buckets_BD)].astype(np.float32)
+        return vectors_ND.mean(0) if vectors_ND.any() else None
 
     def compose_all(self, words: Sequence[str]) -> np.ndarray:
         """Return the vectors of all words: float32 [V, D]."""
@@ -66,11 +65,8 @@ class Ngrams(NamedTuple):
             rows_N = torch.from_numpy((hashes_N % np.uint32(len(buckets_BD))).astype(np.int64))
             begins_n = torch.from_numpy(begin_n[:-1])
             sums_nD = F.embedding_bag(rows_N, buckets_BD, begins_n, mode="sum").numpy()
-            count_n = np.diff(begin_n)
-            if END in block:  # it has no n-grams
-                sums_nD[block.index(END)] = count_n[block.index(END)] = 0
             sums_VD[first : first + len(block)] += sums_nD
-            sums_VD[first : first + len(block)] /= 1 + count_n[:, None]
+            sums_VD[first : first + len(block)] /= 1 + np.diff(begin_n)[:, None]
         return sums_VD
 
 
@@ -84,29 +80,32 @@ def read(file: io.BufferedIOBase) -> tuple[list[str], np.ndarray, Ngrams]:
         raise ValueError(f"it is not of version {VERSION} of fastText's format, but {version}")
     dim, *_, model, buckets, min_n, max_n, _, _ = SETTINGS.unpack(_take(file, SETTINGS.size))
     total, size, labels, _, pruned = SIZES.unpack(_take(file, SIZES.size))
-    if labels or total != size or pruned > 0 or model not in (CBOW, SKIPGRAM):
+    if total != size + labels or pruned > 0 or model not in (CBOW, SKIPGRAM):
         raise ValueError("it is a classifier of texts, not word vectors")
     if not (0 < dim < MOST and buckets >= 0 and 0 <= min_n < MOST and max_n < MOST and size > 0):
         raise ValueError(f"it has {size:,} words of {dim:,} dimensions, {buckets:,} buckets")
-    words, counts = [], []
-    for encoded, count in _words(file, size):
-        words.append(encoded.decode(errors="replace"))
-        counts.append(count)
+    entries = list(_entries(file, size, labels))[:size]
+    words, counts = [word for word, _ in entries], [count for _, count in entries]
     is_quantized, rows, columns = SHAPE.unpack(_take(file, SHAPE.size))
     if is_quantized:
         raise ValueError("it is quantized (.ftz); take the .bin file that it was made from")
     if (rows, columns) != (size + buckets, dim):
         raise ValueError(f"it has {rows:,} x {columns:,} numbers for {size + buckets:,} x {dim:,}")
     vectors = np.frombuffer(_take(file, 4 * rows * dim), "<f4").reshape(rows, dim)
-    has_ngrams = max_n >= max(1, min_n)
-    ngrams = Ngrams(min_n, max_n, vectors[:size], vectors[size:] if has_ngrams else vectors[:0])
-    return words, np.array(counts, np.int64), ngrams
+    own_VD, buckets_BD = vectors[:size], vectors[size:]
+    if max_n < max(1, min_n):
+        buckets_BD = vectors[:0]
+    elif buckets and END in words:  # then its mean, as gensim composes it, is its vector here
+        own_D = own_VD[words.index(END)]
+        _, hashes_N = hash_words([END], min_n, max_n)
+        own_D += (own_D - buckets_BD[hashes_N % buckets]).sum(0)
+    return words, np.array(counts, np.int64), Ngrams(min_n, max_n, own_VD, buckets_BD)
 
 
-def _words(file: io.BufferedIOBase, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield encoded words and their counts, read in blocks."""
+def _entries(file: io.BufferedIOBase, size: int, labels: int) -> Iterator[tuple[str, int]]:
+    """Yield words, then labels, with their counts, read in blocks."""
     block, at = b"", 0
-    for number in range(size):
+    for number in range(size + labels):
         while (end := block.find(b"\0", at)) < 0 or len(block) <= end + COUNT.size:
             if end < 0 and len(block) - at > MOST:
                 raise ValueError(f"a word has over {MOST:,} bytes")
@@ -115,9 +114,9 @@ def _words(file: io.BufferedIOBase, size: int) -> Iterator[tuple[bytes, int]]:
                 raise ValueError(f"it ends in word {number + 1:,}: more bytes should follow")
             block, at = block[at:] + more, 0
         count, kind = COUNT.unpack_from(block, end + 1)
-        if kind or count < 0:
-            raise ValueError(f"{block[at : min(end, at + 30)]!r} is a label, or has count {count}")
-        yield block[at:end], count
+        if kind != (number >= size) or count < 0:
+            raise ValueError(f"{block[at : min(end, at + 30)]!r} has kind {kind}, count {count}")
+        yield block[at:end].decode(errors="replace"), count
         at = end + 1 + COUNT.size
     file.seek(at - len(block), io.SEEK_CUR)  # to what follows the words
 
@@ -134,13 +133,12 @@ def _take(file: io.BufferedIOBase, size: int) -> bytearray:
 
 
 def write(
-    file: BinaryIO,
-    config: Config,
-    vocab: Vocab,
-    ngrams: Ngrams,  # in float32
-    outputs: Iterable[np.ndarray],  # float32 [n, D], V in all
+    file: BinaryIO, config: Config, vocab: Vocab, ngrams: Ngrams, outputs: Iterable[np.ndarray]
 ) -> None:
-    """Write a file that fastText and gensim load, and train on from."""
+    """Write a file that fastText and gensim load, and train on from.
+
+    Vectors are float32; those of outputs come in blocks [n, D], V in all.
+    """
     size, (buckets, dim), model = len(vocab.words), ngrams.buckets_BD.shape, config.model
     kind = CBOW if model.architecture == "cbow" else SKIPGRAM
     text = dim, model.window, config.train.epochs, config.vocab.min_count, model.negative, 1

@@ -112,13 +112,12 @@ def load(run: str | Path | Words) -> KeyedVectors:
 
     words = run if isinstance(run, Words) else load_words(run)
     dim, ngrams = words.vectors.shape[1], words.ngrams
+    kv = KeyedVectors(dim)
     if ngrams:
         from gensim.models.fasttext import FastTextKeyedVectors
 
         kv = FastTextKeyedVectors(dim, ngrams.min_n, ngrams.max_n, len(ngrams.buckets_BD))
         kv.vectors_vocab, kv.vectors_ngrams = np.array(ngrams.own_VD), np.array(ngrams.buckets_BD)
-    else:
-        kv = KeyedVectors(dim)
     # Copies, which can be written, if others have these words too.
     kv.index_to_key = list(words.index_to_key)
     kv.key_to_index = dict(words.key_to_index)

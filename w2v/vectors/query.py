@@ -32,11 +32,16 @@ def combination(
         raise EvaluationError(
             f"{' '.join(terms)!r} is no sum of words; write it as king - man + woman, with spaces"
         )
-    vectors = [_vector(kv, word) for word in words]
+    vectors = [vector_of(kv, word) for word in words]
+    for word, vector_D in zip(words, vectors, strict=True):
+        if vector_D is None:
+            near = ", ".join(nearest_spellings(kv, word))
+            hint = f"nearest spellings: {near}" if near else "vocab.tsv of the run lists all words"
+            raise EvaluationError(f"{word!r} is not in the vocabulary; {hint}")
     rows = [kv.key_to_index[word] for word in words if word in kv.key_to_index]
     sign_T = np.array([SIGNS[sign] for sign in signs], np.float32)
     with np.errstate(all="ignore"):  # zero vectors
-        vectors_TD = np.stack(vectors)
+        vectors_TD = np.array(vectors)
         sum_D = sign_T @ (vectors_TD / np.linalg.norm(vectors_TD, axis=1, keepdims=True))
         # The sum of king - king is zero, and so are its cosines.
         found = _nearest(kv, sum_D / (np.linalg.norm(sum_D) or 1), topn + len(rows), index)
@@ -58,23 +63,12 @@ def _nearest(kv: Words, unit_D: np.ndarray, count: int, index: Any) -> list[tupl
     return list(zip(rows.tolist(), cosine_n[best].tolist(), strict=True))
 
 
-def composed(kv: Words, word: str) -> np.ndarray | None:
-    """Return the vector of an unseen word by its n-grams, if it has one."""
-    ngrams: Ngrams | None = getattr(kv, "ngrams", None)  # gensim's class has none
-    return ngrams.compose(word) if ngrams and word not in kv.key_to_index else None
-
-
-def _vector(kv: Words, word: str) -> np.ndarray:
-    """Return the vector of a word, composed if it is unseen."""
+def vector_of(kv: Words, word: str) -> np.ndarray | None:
+    """Return the vector of a word, composed if it is unseen, or None."""
     if word in kv.key_to_index:
         return kv.vectors[kv.key_to_index[word]]
-    if (vector_D := composed(kv, word)) is not None:
-        return vector_D
-    near = ", ".join(nearest_spellings(kv, word))
-    hint = "vocab.tsv of the run lists all words"
-    if near:
-        hint = f"nearest spellings: {near}"
-    raise EvaluationError(f"{word!r} is not in the vocabulary; {hint}")
+    ngrams: Ngrams | None = getattr(kv, "ngrams", None)  # gensim's class has none
+    return ngrams and ngrams.compose(word)
 
 
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:

@@ -85,11 +85,6 @@ class Subwords:
         """How many rows words are composed of."""
         return self.words + len(self.used_B)
 
-    def most_rows(self, words: int) -> int:
-        """Return the most unique rows that so many unique words have."""
-        longest_V = self.begin_V.diff().sort(descending=True).values
-        return min(int(longest_V[:words].sum()), self.rows)
-
     def expected_rows(self, uses_V: np.ndarray) -> float:
         """Return the expected unique rows of words drawn so often on average."""
         uses_N = np.repeat(uses_V, np.diff(self.begin_V.numpy()))

@@ -26,8 +26,7 @@ class CudaSubwordKernels(SubwordKernels):
     def __init__(self, inner: Kernels, subwords: Subwords, shape: StepShape):
         super().__init__(inner, subwords, shape)
         rows = self.subwords
-        # Buffers for the rows of all words: no batch may touch more.
-        self.inner.further_rows = rows.most_rows(rows.words)
+        self.inner.further_rows = rows.rows  # no batch may touch more
         self._struct: Any = c_struct("subwords.cu", "Subwords")(
             begin=rows.begin_V, rows=rows.rows_N, words=rows.words
         )

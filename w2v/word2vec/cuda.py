@@ -33,6 +33,7 @@ from w2v.word2vec.batch import (
     Batch,
     BatchSeed,
     Grads,
+    Objective,
     Pool,
     RowGrads,
     StepShape,
@@ -165,6 +166,7 @@ class CudaKernels(Kernels):
         )
         # What launches were bound for.
         self._form: tuple = ()
+        self._objective: Objective | None = None
         self._most_centers = -1
         self._stepped: tuple = ()
 
@@ -248,7 +250,7 @@ class CudaKernels(Kernels):
         )
 
     def _read(self, batch: Batch) -> None:
-        """Have launches read a batch; bind them anew for one of another form."""
+        """Set the batch that launches read; bind them anew for another form."""
         if batch is self._batch:
             return
         centers, negatives = batch.negatives_BK.shape
@@ -256,10 +258,11 @@ class CudaKernels(Kernels):
         if not all(map(operator.is_, text, self._text)):
             self._chunk.fill(words=text[0], sentences=text[1], length=text[0].shape[0])
             self._text = text
-        form = batch.window, negatives, batch.pool, batch.objective
-        if centers > self._most_centers or not all(map(operator.is_, form, self._form)):
+        form = batch.window, negatives, batch.pool
+        is_bound = form == self._form and batch.objective is self._objective
+        if centers > self._most_centers or not is_bound:
             self._bind(batch)
-            self._form, self._most_centers = form, centers
+            self._form, self._objective, self._most_centers = form, batch.objective, centers
         drawn = {"windows": batch.windows_B, "negatives": batch.negatives_BK}
         self._drawn.fill(first=batch.first, centers=centers, **drawn)
         self._batch = batch

@@ -362,6 +362,15 @@ def cuda_runtime() -> Any:
     return cupy.cuda.runtime
 
 
+@functools.cache
+def has_cupy() -> bool:
+    """Return whether CuPy can be imported."""
+    try:
+        return bool(cuda_runtime())
+    except ImportError:
+        return False
+
+
 def blocks_for(threads: int, per_processor: int = 8) -> int:
     """Return the blocks for that many threads, at most so many a processor."""
     return max(1, min(-(-threads // THREADS), per_processor * _processors()))

@@ -207,9 +207,9 @@ class Arguments:
 
 
 class StructBuffer:
-    """A struct that kernels which it is bound to read at each launch.
+    """Memory of a struct argument, which bound kernels read at each launch.
 
-    So it is packed once for all of them. One thread sets it and launches.
+    It is packed once for all of them. One thread sets it and launches.
     """
 
     def __init__(self, source: str, name: str, element: int = 0):
@@ -224,7 +224,7 @@ class StructBuffer:
         self._type = c_struct(source, name)
 
     def set(self, value: Any) -> None:
-        """Set the value, a NamedTuple, if it is another one than before."""
+        """Set the value, a NamedTuple; pack it unless it is the same object."""
         if value is not self.value:
             self._arguments.pack(self._memory, [value])
             self.value = value

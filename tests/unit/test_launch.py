@@ -374,7 +374,7 @@ def test_structs_are_named_tuples_with_the_fields_in_order(launches):
     with pytest.raises(TypeError, match="Places of unique.cuh: a struct has the fields"):
         buffer.set(RowGrads(*[None] * 5))
     with pytest.raises(TypeError, match="Places of unique.cuh: room is long long, not None"):
-        buffer.fill(peers=None, places=None, room=None)
+        buffer.set(launch.c_struct("unique.cuh", "Places")(None, None, None))
 
 
 def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):

@@ -221,17 +221,12 @@ class StructBuffer:
         self._arguments = Arguments(f"{name} of {source}", device, parameters)
         self._memory, addresses = self._arguments.allocate()
         self.address = addresses[name]
-        self._type = c_struct(source, name)
 
     def set(self, value: Any) -> None:
         """Set the value, a NamedTuple; pack it unless it is the same object."""
         if value is not self.value:
             self._arguments.pack(self._memory, [value])
             self.value = value
-
-    def fill(self, **values: Argument) -> None:
-        """Set the value, by its fields."""
-        self.set(self._type(**values))
 
 
 @functools.cache

@@ -285,12 +285,12 @@ def test_every_kernel_gets_what_its_parameters_are(launches):
 def test_bound_kernels_get_the_buffers_at_hand(launches):
     kernels, update, first, state = make_step()
     second = View(first.records_SR.clone(), None)
-    small, large = (problem(0, centers, 2, 3, VECTORS)[0] for centers in (4, 30))
-    used = []
+    small, large = (problem(0, centers, 2, 300, VECTORS)[0] for centers in (4, 30))
+    used, bound = [], []
     for batch, view, lr in (
         (small, first, 0.5),
-        (small, first, 0.25),
-        (small, second, 0.25),
+        (small._replace(), first, 0.25),
+        (small._replace(), second, 0.25),
         (large, second, 0.25),
     ):
         state.step += 1
@@ -305,7 +305,9 @@ def test_bound_kernels_get_the_buffers_at_hand(launches):
         assert skipgram["loss"] == step["loss"] == loss and step["rows.index_A"] == index
         assert (step["lr"], step["table_step"]) == (lr, state.step)
         used.append(index)
+        bound.append(kernels._launch_gradients)
     assert used[0] == used[1] == used[2] != used[3], "the larger batch needs larger buffers"
+    assert bound[0] is bound[1] is bound[2] is not bound[3]
 
 
 # Names, types and places.
@@ -372,7 +374,7 @@ def test_structs_are_named_tuples_with_the_fields_in_order(launches):
     with pytest.raises(TypeError, match="Places of unique.cuh: a struct has the fields"):
         buffer.set(RowGrads(*[None] * 5))
     with pytest.raises(TypeError, match="Places of unique.cuh: room is long long, not None"):
-        buffer.fill(peers=None, places=None, room=None)
+        buffer.set(launch.c_struct("unique.cuh", "Places")(None, None, None))
 
 
 def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):

@@ -421,8 +421,6 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
     It is the same tensor, or they are a slice of it.
     """
     for list_U in _lists(page):
-        if list_U is rows_U:
-            return list_U, 0
         start = rows_U.data_ptr() - list_U.data_ptr()
         if 0 <= start <= list_U.nbytes - rows_U.nbytes:
             return list_U, start // rows_U.itemsize

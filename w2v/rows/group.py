@@ -15,6 +15,7 @@ from torch import Tensor
 
 from w2v.rows import ops
 from w2v.rows.cache import CachedLink, TransferStats
+from w2v.rows.launch import has_cupy
 from w2v.rows.link import Link, MappedLink, link_between
 from w2v.rows.moves import MOST_ROWS, PLANNED_BYTES
 from w2v.rows.optim import RowOptimizer
@@ -49,6 +50,7 @@ class RowGroup:
         layout: Replaced when a table joins or leaves, or `gpu_bytes` changes: older look-ups are
             invalid.
         link: Moves records past the caches.
+        has_kernels: Whether kernels look up rows: on a GPU, where CuPy is installed.
         bags_differ: Whether tables were found to differ in the offsets of their bags.
         weights_VW: Weight columns, padded to 16 bytes where the GPU reads them in place.
         is_exact: Whether these have no part of the optimizer state.
@@ -67,6 +69,7 @@ class RowGroup:
         self.zeros_UD: Tensor | None = None  # for the next call of `zeros`
         self.link = link_between(table, device)
         self.is_mapped = isinstance(self.link, MappedLink)
+        self.has_kernels = device.type == "cuda" and has_cupy()
         width = padded(table.dim, table.dtype.itemsize, 16) if self.is_mapped else table.dim
         self.weights_VW = table.records_VR[:, :width]
         self._past, self.caches = TransferStats(), []  # of caches before, and those now

@@ -207,9 +207,9 @@ class Arguments:
 
 
 class StructBuffer:
-    """A struct that kernels which it is bound to read at each launch.
+    """Memory of a struct argument, which bound kernels read at each launch.
 
-    So it is packed once for all of them. One thread sets it and launches.
+    It is packed once for all of them. One thread sets it and launches.
     """
 
     def __init__(self, source: str, name: str, element: int = 0):
@@ -221,17 +221,12 @@ class StructBuffer:
         self._arguments = Arguments(f"{name} of {source}", device, parameters)
         self._memory, addresses = self._arguments.allocate()
         self.address = addresses[name]
-        self._type = c_struct(source, name)
 
     def set(self, value: Any) -> None:
-        """Set the value, a NamedTuple, if it is another one than before."""
+        """Set the value, a NamedTuple; pack it unless it is the same object."""
         if value is not self.value:
             self._arguments.pack(self._memory, [value])
             self.value = value
-
-    def fill(self, **values: Argument) -> None:
-        """Set the value, by its fields."""
-        self.set(self._type(**values))
 
 
 @functools.cache
@@ -360,6 +355,15 @@ def cuda_runtime() -> Any:
     import cupy
 
     return cupy.cuda.runtime
+
+
+@functools.cache
+def has_cupy() -> bool:
+    """Return whether CuPy can be imported."""
+    try:
+        return bool(cuda_runtime())
+    except ImportError:
+        return False
 
 
 def blocks_for(threads: int, per_processor: int = 8) -> int:

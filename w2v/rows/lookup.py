@@ -29,10 +29,10 @@ class LookUp:
     Attributes:
         shapes: Of the ids of each table.
         places_N: The place of each id's row among the unique rows.
-        rows_N: The unique rows; on a GPU at the front of a buffer as long as the ids.
-        narrow_N: The same buffer in 32 bits, on a GPU.
-        row_count: On a GPU, as in `ops.FoundRows`.
-        last_N: The last id of each row, on a GPU if rows were to be filled.
+        rows_N: The unique rows; by kernels at the front of a buffer as long as the ids.
+        narrow_N: The same buffer in 32 bits, by kernels.
+        row_count: By kernels, as in `ops.FoundRows`.
+        last_N: The last id of each row, by kernels if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
         is_computed: Whether it was tried to compute the vectors of all tables together.
@@ -63,9 +63,9 @@ class LookUp:
         group: RowGroup,
         spans: Sequence[ops.Span],  # the tables
         given: Sequence[Ids],  # of each table; with `are_rows`, rows of all in any order
-        is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
+        is_filled: bool = False,  # by kernels: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
-        has_gaps: bool = False,  # of a GPU: -1 is no id
+        has_gaps: bool = False,  # for kernels: -1 is no id
     ):
         self.group, self.spans = group, spans
         self.computed: dict[int, tuple[Tensor, tuple[int, int]]] = {}
@@ -77,7 +77,7 @@ class LookUp:
         counts = [each.numel() for each in ids]
         self._edges = list(itertools.accumulate(counts, initial=0))  # of each table's ids
         self.layout = group.layout  # the group has another one once a table has left it
-        if group.device.type == "cuda" and any(counts):
+        if group.has_kernels and any(counts):
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             parts = len(spans) * len(spans[0].first_rows)
@@ -96,13 +96,13 @@ class LookUp:
             self._readback.launched()
         else:
             flat = [each.to(group.device).long().flatten() for each in ids]
-            self._look_up_on_cpu(flat, are_rows)
+            self._look_up_by_torch(flat, are_rows)
 
     def is_of(self, index: int, ids: Ids) -> bool:
         """Return whether the look-up is still valid for these ids of a table."""
         return self.layout is self.group.layout and self._identities[index].matches(ids)
 
-    def _look_up_on_cpu(self, ids: list[Tensor], are_rows: bool) -> None:
+    def _look_up_by_torch(self, ids: list[Tensor], are_rows: bool) -> None:
         """Find the rows as `ops.find_rows` does, by torch.
 
         The key of a row has its span in the upper half, and its place in the span in the lower one.

@@ -272,8 +272,9 @@ class Metrics(contextlib.AbstractContextManager):
     def _read(self, lr: float) -> None:
         """Update losses, link and bar; wait for the device."""
         for line, epoch_loss, epoch_pairs in self._ended:
-            if pairs := epoch_pairs.read():
-                self.epoch_loss = epoch_loss.read() / pairs
+            loss, pairs = epoch_loss.read(), epoch_pairs.read()
+            if pairs:
+                self.epoch_loss = loss / pairs
                 self.append(line | {"loss": self.epoch_loss})
         self._ended.clear()
         self._loss.read()

@@ -8,7 +8,6 @@ Shapes: B centers, K negatives, V words, A rows, U unique rows, D dimensions, S 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,15 +16,7 @@ import torch
 from torch import Tensor
 
 from w2v.rows import launch
-from w2v.rows.launch import (
-    ELEMENTS,
-    THREADS,
-    StructBuffer,
-    blocks_for,
-    c_struct,
-    kernel,
-    shared_bytes,
-)
+from w2v.rows.launch import ELEMENTS, StructBuffer, blocks_for, c_struct, kernel, shared_bytes
 from w2v.rows.ops import View, no_places, step_kernel
 from w2v.word2vec import reference
 from w2v.word2vec.batch import (
@@ -33,6 +24,7 @@ from w2v.word2vec.batch import (
     Batch,
     BatchSeed,
     Grads,
+    Objective,
     Pool,
     RowGrads,
     StepShape,
@@ -50,6 +42,8 @@ DRAWN_AT_ONCE = 1 << 19  # centers
 BLOCKS_AT_ONCE = 2  # of skip-gram, that run on a processor
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
 INPUT_FAULT = 2  # bit of FAULTS; that of output vectors is the next
+Chunk, Drawn = (c_struct("batch.cuh", name) for name in ("Chunk", "Drawn"))
+NO_TREE = c_struct("batch.cuh", "Tree")(begin_V=None, nodes_P=None, codes_P=None, depth=0)
 
 
 def draw(
@@ -106,7 +100,7 @@ def subsample(
     text = c_struct("draw.cu", "Text")(
         words=words_N, length=count, edges=edges, sentences=sentences
     )
-    blocks = max(1, -(-32 * stretches // THREADS))
+    blocks = max(1, -(-32 * stretches // launch.THREADS))
     kernel("draw.cu", "choose_kept")(
         blocks,
         key=key,
@@ -156,7 +150,6 @@ class CudaKernels(Kernels):
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
         # What launches read.
         self._batch: Batch | None = None
-        self._text: tuple = (None, None)
         self._chunk = StructBuffer("batch.cuh", "Chunk")
         self._drawn = StructBuffer("batch.cuh", "Drawn")
         self._view = StructBuffer("element.cuh", "View", ELEMENTS[shape.dtype])
@@ -165,6 +158,7 @@ class CudaKernels(Kernels):
         )
         # What launches were bound for.
         self._form: tuple = ()
+        self._objective: Objective | None = None
         self._most_centers = -1
         self._stepped: tuple = ()
 
@@ -215,8 +209,7 @@ class CudaKernels(Kernels):
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         optimizer, table, lr = update
         step, step_column = optimizer.count_step(table)
-        stepped = optimizer, table, state
-        if stepped != self._stepped:
+        if self._stepped != (optimizer, table, state):
             shape = self.shape
             launch = step_kernel(optimizer, shape.dtype, shape.dim, self._peers)
             self._launch_step = launch.bind(
@@ -234,7 +227,7 @@ class CudaKernels(Kernels):
                 outputs_end=shape.outputs_end,
                 done=self._done,
             )
-            self._stepped = stepped
+            self._stepped = optimizer, table, state
         self._view.set(view)
         self._step_rows.set(grads.rows)
         self._launch_step(
@@ -248,20 +241,20 @@ class CudaKernels(Kernels):
         )
 
     def _read(self, batch: Batch) -> None:
-        """Have launches read a batch; bind them anew for one of another form."""
+        """Set the batch that launches read; bind them anew for another form."""
         if batch is self._batch:
             return
         centers, negatives = batch.negatives_BK.shape
-        text = batch.words_n, batch.sentences_n
-        if not all(map(operator.is_, text, self._text)):
-            self._chunk.fill(words=text[0], sentences=text[1], length=text[0].shape[0])
-            self._text = text
-        form = batch.window, negatives, batch.pool, batch.objective
-        if centers > self._most_centers or not all(map(operator.is_, form, self._form)):
+        text, words_n = self._chunk.value, batch.words_n
+        if not text or text.words is not words_n or text.sentences is not batch.sentences_n:
+            self._chunk.set(Chunk(words=words_n, sentences=batch.sentences_n, length=len(words_n)))
+        form = batch.window, negatives, batch.pool
+        is_bound = form == self._form and batch.objective is self._objective
+        if centers > self._most_centers or not is_bound:
             self._bind(batch)
-            self._form, self._most_centers = form, centers
+            self._form, self._objective, self._most_centers = form, batch.objective, centers
         drawn = {"windows": batch.windows_B, "negatives": batch.negatives_BK}
-        self._drawn.fill(first=batch.first, centers=centers, **drawn)
+        self._drawn.set(Drawn(first=batch.first, centers=centers, **drawn))
         self._batch = batch
 
     def _bind(self, batch: Batch) -> None:
@@ -273,10 +266,8 @@ class CudaKernels(Kernels):
         self._most_rows = max_batch_rows(batch, self.shape.vectors)
         # Of unique.cu: for the rows that a batch touches, repeats included.
         self._list_blocks = blocks_for(centers * (self._targets + 2) + 2 * batch.window)
-        paths = int(tree is not None)
-        macros = {"WINDOW": batch.window, "TARGETS": self._targets, "PATHS": paths}
-        no_tree = c_struct("batch.cuh", "Tree")(begin_V=None, nodes_P=None, codes_P=None, depth=0)
-        read = {"chunk": self._chunk, "drawn": self._drawn, "tree": tree or no_tree}
+        macros = {"WINDOW": batch.window, "TARGETS": self._targets, "PATHS": int(tree is not None)}
+        read = {"chunk": self._chunk, "drawn": self._drawn, "tree": tree or NO_TREE}
         self._launch_mark = kernel("unique.cu", "mark", **macros).bind(**read)
         listing = kernel("unique.cu", "unique_rows", **macros)
         self._launch_list = listing.bind(rows=self._listed_rows, **read)
@@ -325,7 +316,7 @@ class TorchStepKernels(CudaKernels):
 def window_bytes(window: int, dim: int) -> int:
     """Return the bytes of a block's `Window`s in gradients.cu; 0: too many."""
     span, align = 2 * window + 1, 4 if dim % 4 else 16
-    size = THREADS // 32 * -(-span * (4 * dim + 4) // align) * align
+    size = launch.THREADS // 32 * -(-span * (4 * dim + 4) // align) * align
     return size if span < 64 and size <= shared_bytes(BLOCKS_AT_ONCE) else 0
 
 

@@ -93,7 +93,7 @@ class BatchRows(RoutedLookUp):
 
     def __init__(self, listed_X: Tensor, group: RowGroup, shape: StepShape):
         self.listed = listed_X
-        # Numbered so that row v is row v // N of rank v % N.
+        # Numbered so that row v is row v // N of rank v % N; -1 stays -1.
         size, words_X = shape.world_size, listed_X // 2
         numbers_X = (words_X // size * 2 + listed_X % 2) * size + words_X % size
         span = Span(shape.shard_rows * size, None, (0,) * size)

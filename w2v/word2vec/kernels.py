@@ -61,7 +61,8 @@ class Kernels(Protocol):
         own = requested.own
         if self.plans_rows or own.narrow_N is None or own.row_count is None:
             rows_U = own.wait().int()
-            count = torch.full((), len(rows_U), device=rows_U.device)
+            # `unique_rows` would wait for a number on the device.
+            count = None if self.plans_rows else torch.full((), len(rows_U), device=rows_U.device)
         else:  # the number of rows is known on the device alone
             rows_U, count = own.narrow_N, own.row_count[0]
         grad_UD = requested.sum_by_row(grad_MD, len(rows_U))

@@ -128,7 +128,6 @@ class Sampler:
         chunks = self._chunks(epoch)[first_chunk:]
         lookaheads = self._lookaheads(epoch, chunks) if self.lookahead else repeat(None)
         words_after = sum(map(self.text.count_words, chunks))
-        text_words = len(self.text.ids_N)
         spans = zip(chunks, lookaheads, strict=False)  # lookaheads go on into later epochs
         for chunk, (span, chunk_lookahead) in enumerate(spans, first_chunk):
             words = self.text.count_words(span)
@@ -155,7 +154,7 @@ class Sampler:
                     windows_B,
                     negatives_BK,
                     self._reach,
-                    epoch + 1 - words_left * self.world_size / text_words,
+                    epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
                     self.position,
                     self._pool,
                     lookahead,

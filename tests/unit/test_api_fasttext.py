@@ -67,6 +67,14 @@ def test_a_saved_model_continues_as_the_original(tmp_path, optimizer):
     assert np.array_equal(original.wv.vectors_ngrams, loaded.wv.vectors_ngrams)
 
 
+def test_a_model_borrows_the_words_of_another(model):
+    other = FastText(workers=1, **SMALL)
+    other.reset_from(model)
+    other.train(TEXT, total_examples=len(TEXT), epochs=3)
+    assert np.array_equal(other.wv.vectors, model.wv.vectors)
+    assert np.array_equal(other.wv["ungesungen"], model.wv["ungesungen"])
+
+
 def test_new_words_keep_the_buckets_and_their_state(model, tmp_path):
     model.save(str(tmp_path / "model"))
     more = FastText.load(str(tmp_path / "model"))

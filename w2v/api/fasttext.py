@@ -80,6 +80,16 @@ class FastText(Word2Vec, fasttext.FastText):
             require(given[name] >= 0, name, given[name], "at least 0")
         self._begin(given)
 
+    def reset_from(self, other_model):
+        """Share another model's vocabulary, and reset all vectors.
+
+        gensim's own replaces `wv` by one without n-grams.
+        """
+        for name in ("index_to_key", "key_to_index", "expandos"):
+            setattr(self.wv, name, getattr(other_model.wv, name))
+        self.cum_table, self.corpus_count = other_model.cum_table, other_model.corpus_count
+        self.init_weights()
+
     def init_weights(self):
         """Reset all vectors as gensim does for a new vocabulary."""
         self.wv.vectors_vocab, self.wv.vectors_ngrams = self.wv.vectors_vocab[:0], None

@@ -148,17 +148,17 @@ class Sampler:
                     pieces_read = CHUNK_PIECES * (batch + 1) // batches
                     lookahead = lookahead._replace(next=lookahead.next + pieces_read)
                 yield Batch(
-                    words_n,
-                    sentences_n,
-                    cuts[batch],
-                    windows_B,
-                    negatives_BK,
-                    self._reach,
-                    epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
-                    self.position,
-                    self._pool,
-                    lookahead,
-                    self._objective,
+                    words_n=words_n,
+                    sentences_n=sentences_n,
+                    first=cuts[batch],
+                    windows_B=windows_B,
+                    negatives_BK=negatives_BK,
+                    window=self._reach,
+                    epochs_done=epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
+                    after=self.position,
+                    pool=self._pool,
+                    lookahead=lookahead,
+                    objective=self._objective,
                 )
             first_batch = 0  # only the first chunk is entered in its middle
         self.position = Position(epoch + 1)
@@ -166,10 +166,17 @@ class Sampler:
     def empty_batch(self, epoch: int) -> Batch:
         """Return a batch for a rank whose epoch ends before that of others."""
         none = torch.zeros(0, dtype=torch.int32, device=self.device)
-        none_BK = none.view(0, self.model.negative)
-        end = Position(epoch, len(self._chunks(epoch)))
-        objective = self._objective
-        return Batch(none, none, 0, none, none_BK, self._reach, epoch + 1, end, objective=objective)
+        return Batch(
+            words_n=none,
+            sentences_n=none,
+            first=0,
+            windows_B=none,
+            negatives_BK=none.view(0, self.model.negative),
+            window=self._reach,
+            epochs_done=epoch + 1,
+            after=Position(epoch, len(self._chunks(epoch))),
+            objective=self._objective,
+        )
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return the state to resume from `position` (JSON-serializable)."""

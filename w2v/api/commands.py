@@ -32,7 +32,7 @@ def nn(options: Namespace) -> int:
     """Print the nearest neighbors of each word."""
     vectors = load(options.run)
     questions = [[word] for word in options.words]
-    return _answer(vectors, lambda words: vectors.nn(words[0], options.topn), questions, True)
+    return _answer(vectors, lambda words: vectors.nn(words[0], options.topn), questions, joins=True)
 
 
 def analogies(options: Namespace) -> int:
@@ -66,14 +66,17 @@ def write_report(options: Namespace) -> None:
 
 
 def _answer(
-    vectors: Words, ask: Callable[[list[str]], Answers], questions: list[list[str]], joins=False
+    vectors: Words,
+    ask: Callable[[list[str]], Answers],
+    questions: list[list[str]],
+    joins: bool = False,  # whether a line is one word, which may hold spaces
 ) -> int:
     """Answer the questions, or else lines of stdin; return the status."""
     if not questions and sys.stdin.isatty():
         show("one question per line; Ctrl-D ends", file=sys.stderr)
     status = 0
     for words in questions or filter(None, map(str.split, sys.stdin)):
-        if joins:  # a line is one word, which may hold spaces
+        if joins:
             words = [" ".join(words)]
         try:
             answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]

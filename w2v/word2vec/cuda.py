@@ -40,6 +40,8 @@ launch.SOURCES.append(Path(__file__).parent / "cu")
 MOST_CBOW_DIM = 12_287
 DRAWN_AT_ONCE = 1 << 19  # centers
 BLOCKS_AT_ONCE = 2  # of skip-gram, that run on a processor
+# Of unique.cu: threads that start together all try to add a frequent row.
+LISTING_BLOCKS = 2
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
 INPUT_FAULT = 2  # bit of FAULTS; that of output vectors is the next
 Chunk, Drawn = (c_struct("batch.cuh", name) for name in ("Chunk", "Drawn"))
@@ -264,8 +266,8 @@ class CudaKernels(Kernels):
         # The targets of a center that are words: itself and its negatives.
         self._targets = 1 + negatives if negatives or not tree else 0
         self._most_rows = max_batch_rows(batch, self.shape.vectors)
-        # Of unique.cu: for the rows that a batch touches, repeats included.
-        self._list_blocks = blocks_for(centers * (self._targets + 2) + 2 * batch.window)
+        touched = centers * (self._targets + 2) + 2 * batch.window  # rows, repeats included
+        self._list_blocks = blocks_for(touched, LISTING_BLOCKS)
         macros = {"WINDOW": batch.window, "TARGETS": self._targets, "PATHS": int(tree is not None)}
         read = {"chunk": self._chunk, "drawn": self._drawn, "tree": tree or NO_TREE}
         self._launch_mark = kernel("unique.cu", "mark", **macros).bind(**read)

@@ -31,7 +31,7 @@ def gather_vectors(records_SR, slots_U, places_N, dim, bags=None, padding=None):
 
 
 def add_gradients(grads, places_N, sums_UD, bags=None, padding=None):
-    grad_ND = grads.flatten(0, -2)
+    grad_ND = torch.cat([*grads])
     found = places_of_bags(places_N, bags, padding)
     for places_n, grad_D in zip(found, grad_ND, strict=True):
         sums_UD.index_add_(0, places_n, (grad_D * share(places_n, bags)).repeat(len(places_n), 1))

@@ -233,9 +233,9 @@ def look_up():
     spans = Spans.of([Span(ROWS, 3, (0, 40)), Span(9, None, (20, 60))], [], CPU)
     readback = torch.zeros(ops.numbers_of(4), dtype=torch.int64)
     ids_N = torch.arange(6)
-    ops.find_rows(ids_N, spans, 3, readback)
-    found = ops.find_rows(ids_N, spans, 3, readback, is_filled=True, has_gaps=True)
-    ops.find_rows(ids_N, Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True)
+    ops.find_rows(ids_N.split(3), spans, 3, readback)
+    found = ops.find_rows([ids_N.int()], spans, 3, readback, is_filled=True, has_gaps=True)
+    ops.find_rows([ids_N], Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True)
     records_NR = torch.zeros(6, 32)
     ops.copy_repeated(found.places_N, found.last_N, records_NR)
 
@@ -248,11 +248,10 @@ def use_bags(dtype):
     for given in ((None, places_N), (slots_U, places_N), (slots_U, places_N, DIM, bags, 1)):
         weight_ND = ops.gather_vectors(records_SR, *given[:2], DIM, *given[3:])
     sums_UD = torch.zeros(6, DIM)
-    ops.add_gradients(weight_ND, places_N, sums_UD, bags, 1)
-    ops.add_gradients(torch.zeros(6, DIM), places_N, sums_UD, None, 1)
-    ops.add_gradients(
-        torch.zeros(1, 2, DIM).expand(2, 2, DIM), places_N, sums_UD, Bags(2, None, 1, False, 2)
-    )
+    ops.add_gradients([weight_ND], places_N, sums_UD, bags, 1)
+    ops.add_gradients([torch.zeros(6, DIM)], places_N, sums_UD, None, 1)
+    of_two = [torch.zeros(2, DIM)] * 2
+    ops.add_gradients(of_two, places_N, sums_UD, Bags(2, None, 1, False, 2))
     for count in (None, torch.tensor(3)):
         for slots in (None, slots_U):
             args = slots, count, sums_UD, torch.tensor(0.1)  # as torch's optimizers may have it

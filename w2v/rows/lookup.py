@@ -16,6 +16,7 @@ from torch import Tensor
 
 from w2v.rows import ops
 from w2v.rows.group import Member, RowGroup, outside_inference
+from w2v.rows.launch import cuda_runtime, has_cupy
 from w2v.rows.link import current_stream
 from w2v.rows.ops import Bags
 
@@ -83,8 +84,9 @@ class LookUp:
             parts = len(spans) * len(spans[0].first_rows)
             unequal = () if each else tuple(counts)
             self._readback = Readback(ops.numbers_of(parts))
+            read = readable(ids, group.device)
             found = ops.find_rows(
-                joined(ids, group.device),
+                read,
                 _spans_of(tuple(spans), unequal, group.device, current_stream()),
                 each,
                 self._readback.numbers,
@@ -93,7 +95,7 @@ class LookUp:
                 has_gaps,
             )
             self.places_N, self.rows_N, self.narrow_N, self.row_count, self.last_N = found
-            self._readback.launched()
+            self._readback.launched(read)
         else:
             flat = [each.to(group.device).long().flatten() for each in ids]
             self._look_up_by_torch(flat, are_rows)
@@ -212,20 +214,20 @@ class LookUp:
     def add_gradients(
         self,
         index: int | None,  # of the table; None: all tables
-        grad_ND: Tensor,  # of its ids or bags
+        grads: Sequence[Tensor],  # of its ids or bags, as `ops.add_gradients`
         bags: Bags | None,
         pending: dict[int, Tensor | None],  # the tables, with sums that wait for the step, if any
     ) -> list[Tensor]:
         """Add gradients by row; return the sums [U, D] of these tables."""
         sums_UD = self.sums_for(pending)
         padding = None if index is None else self.paddings[index]
-        ops.add_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
+        ops.add_gradients(grads, self.places_of(index), sums_UD, bags, padding)
         return [self.sums[table] for table in pending]
 
-    def gradient(self, index: int, grad_ND: Tensor, bags: Bags | None) -> Tensor:
+    def gradient(self, index: int, grads: Sequence[Tensor], bags: Bags | None) -> Tensor:
         """Return the gradient [U, D] of a table, without what waits."""
-        sums_UD = grad_ND.new_zeros(self.begins[-1], self.group.table.dim)
-        ops.add_gradients(grad_ND, self.places_of(index), sums_UD, bags, self.paddings[index])
+        sums_UD = grads[0].new_zeros(self.begins[-1], self.group.table.dim)
+        ops.add_gradients(grads, self.places_of(index), sums_UD, bags, self.paddings[index])
         return sums_UD[self.begins[index] : self.begins[index + 1]]
 
     def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
@@ -415,8 +417,6 @@ def _spans_of(
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 
-_pinned: set[int] = set()  # addresses of memory that was found to be pinned
-
 
 class Identity:
     """Recognizes a tensor by its memory, without reading it.
@@ -475,43 +475,21 @@ def _checked(given: Ids) -> Tensor:
     return ids
 
 
-def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return all ids on the GPU: int64 [N]."""
-    values = stacked(ids)
-    if values is not None and values.is_contiguous():
-        return to_device(values, device).long().flatten()
+def readable(ids: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Return ids as `ops.find_rows` reads them on this GPU."""
+    first = ids[0]
+    is_near = first.device == device or all(map(_is_pinned, ids))
+    if is_near and first.is_contiguous() and ops.are_spaced(ids):
+        return ids
     flat = [values.flatten() for values in ids]
     if all(values.is_cuda for values in flat):
-        return torch.cat(flat).long()
-    # The others are most likely as the first: the query is slow, and a wrong guess only waits.
+        return [torch.cat(flat).to(device)]
+    # The others are most likely as the first: a wrong guess only waits.
     if not any(values.is_cuda for values in flat) and not _is_pinned(flat[0]):
-        # One copy in place of many.
-        return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
+        return [torch.cat(flat).pin_memory()]  # one copy in place of many
     ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
     torch._foreach_copy_(ids_N.split([*map(len, flat)]), flat, non_blocking=True)
-    return ids_N
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return equally spaced views of one storage as one view [T, ...].
-
-    None if they are anything else.
-    """
-    first, last = tensors[0], tensors[-1]
-    step = 0
-    if len(tensors) > 1:
-        step = tensors[1].data_ptr() - first.data_ptr()
-    if step % first.element_size() or (step <= 0 and len(tensors) > 1):
-        return None
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    layouts = {(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors}
-    if len(layouts) > 1 or any(b - a != step for a, b in itertools.pairwise(addresses)):
-        return None
-    # Tensors may be equally spaced by chance.
-    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-        return None
-    strides = step // first.element_size(), *first.stride()
-    return first.as_strided((len(tensors), *first.shape), strides)
+    return [ids_N]
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -523,15 +501,12 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_pinned(values: Tensor) -> bool:
-    """Return whether CPU memory is pinned, or was when first seen."""
-    address = values.data_ptr()
-    if address in _pinned:  # `is_pinned` takes 30 us
-        return True
-    if len(_pinned) > 4096:
-        _pinned.clear()
-    if is_pinned := values.is_pinned():
-        _pinned.add(address)
-    return is_pinned
+    """Return whether memory is pinned CPU memory."""
+    if not (has_cupy() and values.numel()):
+        return values.is_pinned()
+    # torch's way takes 30 us. Each time anew: the address may be that of other memory now.
+    runtime = cuda_runtime()
+    return runtime.pointerGetAttributes(values.data_ptr()).type == runtime.memoryTypeHost
 
 
 class Readback:
@@ -540,22 +515,27 @@ class Readback:
     Memory and events are reused: allocating them takes as long as launching a kernel.
     """
 
-    _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event]]]] = {}
+    _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event, Any]]]] = {}
+    _read: Any = None  # other memory of the kernel
 
     def __init__(self, count: int):
         self._pool = self._free.setdefault(count, [])
         try:
-            self.numbers, self._event = self._pool.pop()
-            self._event.synchronize()  # the last kernel may still write to the memory
+            self.numbers, self._event, _ = self._pool.pop()
+            self._event.synchronize()  # the last kernel may still use the memory
         except IndexError:
             self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
 
     def __del__(self) -> None:
-        self._pool.append((self.numbers, self._event))
+        self._pool.append((self.numbers, self._event, self._read))
 
-    def launched(self) -> None:
-        """Note that the kernel was launched on the current stream."""
+    def launched(self, read: Any = None) -> None:
+        """Note that the kernel was launched on the current stream.
+
+        `read`: other memory that the kernel reads, which is kept until then.
+        """
+        self._read = read
         current_stream().record_event(self._event)
 
     @property
@@ -564,4 +544,5 @@ class Readback:
 
     def read(self) -> list[int]:
         self._event.synchronize()
+        self._read = None
         return self.numbers.tolist()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +76,20 @@ def numbers_of(spans: int) -> int:
     return 2 + 4 * spans
 
 
+def are_spaced(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are alike and equally far apart."""
+    begins = [tensor.data_ptr() for tensor in tensors]
+    steps = {end - begin for begin, end in itertools.pairwise(begins)}
+    layouts = {(each.shape, each.stride(), each.dtype, each.device) for each in tensors}
+    is_aligned = not any(begin % tensors[0].itemsize for begin in begins)
+    return len(steps) < 2 and len(layouts) == 1 and is_aligned
+
+
+def step_between(spaced: Sequence[Tensor]) -> int:
+    """Return the bytes from a tensor to the next, for those that `are_spaced`."""
+    return spaced[1].data_ptr() - spaced[0].data_ptr() if len(spaced) > 1 else 0
+
+
 class FoundRows(NamedTuple):
     """What `find_rows` returns."""
 
@@ -88,7 +101,7 @@ class FoundRows(NamedTuple):
 
 
 def find_rows(
-    ids_N: Tensor,  # int64 on the GPU, table by table
+    ids: Sequence[Tensor],  # that `are_spaced`, of each table; or one, of all tables in turn
     spans: Spans,
     each: int,  # ids of each table, 0 if `spans` has their numbers
     readback: Tensor,
@@ -98,6 +111,7 @@ def find_rows(
 ) -> FoundRows:
     """Find the unique rows of ids without sorting.
 
+    Ids are int32 or int64 and contiguous, on the GPU or in pinned CPU memory: read in place.
     `readback` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
     table of each rank the rows before it, the least and the greatest id that is no row (0: none),
     and 1 + the place of its padding row (0: it is not there).
@@ -107,21 +121,25 @@ def find_rows(
     `has_gaps`, -1 is no id.
     """
     assert spans.ranks == 1 or not are_rows, "rows of one rank"
-    ids, device = ids_N.shape[0], ids_N.device
+    first, device = ids[0], spans.on_device.device
+    count = len(ids) * first.numel()
     word_blocks = -(-spans.words // THREADS)
     words = word_blocks * THREADS
     # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
     # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
     size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
-    numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
+    numbers = torch.zeros(size + count * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
-    kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, row_count = kept.split_with_sizes([ids, ids, 2])
-    narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
+    kept = torch.empty(2 * count + 2, dtype=torch.int64, device=device)
+    places_N, rows_N, row_count = kept.split_with_sizes([count, count, 2])
+    narrow_N = torch.empty(count, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     look_up = c_struct("lookup.cu", "LookUp")(
-        ids=ids_N,
-        count=ids,
+        ids=first,
+        narrow_ids=first.dtype == torch.int32,
+        length=first.numel(),
+        step=step_between(ids),
+        count=count,
         spans=spans.on_device,
         tables=spans.tables,
         ranks=0 if are_rows else spans.ranks,
@@ -137,7 +155,7 @@ def find_rows(
         rest=rest_N,
         last=last_N,
     )
-    blocks = blocks_for(ids)
+    blocks = blocks_for(count)
     in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")
     in_turn(blocks, word_blocks, word_blocks, blocks, look_up=look_up)
     return FoundRows(places_N, rows_N, narrow_N, row_count, last_N)
@@ -250,15 +268,16 @@ def gather_vectors(
 
 
 def add_gradients(
-    grads: Tensor,  # [N, D], or [T, N, D] of the ids or bags of T tables
+    grads: Sequence[Tensor],  # [N, D] of each table, that `are_spaced`; or one, of all in turn
     places_N: Tensor,
     sums_UD: Tensor,
     bags: Bags | None = None,
     padding: int | None = None,
 ) -> None:
     """Add gradients of ids or bags to the sums, by place, in no fixed order."""
-    *counts, dim = grads.shape
-    tables, each = math.prod(counts[:-1]), counts[-1]
+    first, tables = grads[0], len(grads)
+    each, dim = first.shape
+    stride = first.stride(0)
     of: dict[str, Any]
     name, of = "add_ids", {"places": places_N, "tables": tables, "each": each}
     of["padding"] = -1 if padding is None else padding
@@ -266,13 +285,13 @@ def add_gradients(
     if bags:
         name, of, each = "add_bags", {"bags": bags.args(places_N, padding)}, bags.number
         groups = -(-each // IDS) * bags.tables
-    table_stride, stride = each * dim, dim
-    if len(counts) > 1:
-        table_stride, stride, _ = grads.stride()
-    macros = _lanes(dim, _wide(dim, table_stride, stride, grads.data_ptr() // 4))
+    table_stride = each * stride
+    if tables > 1:
+        table_stride = step_between(grads) // first.itemsize
+    macros = _lanes(dim, _wide(dim, table_stride, stride, first.data_ptr() // first.itemsize))
     kernel("rows.cu", name, **macros)(
         blocks_for(macros["LANES"] * groups),
-        grads=grads,
+        grads=first,
         table_stride=table_stride,
         stride=stride,
         dim=dim,

@@ -143,7 +143,7 @@ class RoutedLookUp(LookUp):
         ranks, found = self.ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
             pending = {index: self.tables[index].parameter.grad_UD for index in indices}
-            return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
+            return found.add_gradients(None, [grad_MD.div_(ranks)], None, pending)
         mean_LD = self.sum_by_row(grad_MD, len(found.wait())).div_(ranks)
         return [mean_LD[found.begins[index] : found.begins[index + 1]] for index in indices]
 

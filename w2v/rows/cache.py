@@ -333,6 +333,15 @@ class CachedLink(Link):
             self._slots.clear()
         return found
 
+    def view(self, rows_U: Tensor) -> View | None:
+        """Return the cache, with these rows as the current page.
+
+        Returns None for no rows, or more than the capacity.
+        """
+        if self.make_current(rows_U) is None:
+            return None
+        return self._open_cache()._view  # not `view`, which waits for the next page
+
     def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the cache's records and the slots of rows, int32.
 

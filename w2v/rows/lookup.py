@@ -193,23 +193,23 @@ class LookUp:
     def fetch(self, pages: Sequence[RowPage]) -> None:
         """Get the weights of tables, if other ranks own them."""
 
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return weights on the compute device, and the slots of the rows in them.
+    def weights(self) -> tuple[ops.View, Tensor | None]:
+        """Return records on the compute device, and the rows in them, int32.
 
-        Without slots the rows are in order.
+        None: they are those of the rows, in order.
         """
         rows_U, group = self.wait(), self.group
-        if (located := group.in_place(rows_U, self.narrow_N)) is not None:
-            return located
-        return group.read_stored(group.link, group.weights_VW, rows_U), None
+        if (view := group.in_place(rows_U)) is not None:
+            return view, rows_U.int() if self.narrow_N is None else self.narrow_N
+        return ops.View(group.read_stored(group.link, group.weights_VW, rows_U), None), None
 
     @outside_inference
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         """Return vectors of a table's ids or bags, None: of all: float32 [N, D]."""
-        records_SR, slots_U = self.weights()
+        view, rows_U = self.weights()
         padding = self.paddings[index] if bags and index is not None else None
         places_N, dim = self.places_of(index), self.group.table.dim
-        return ops.gather_vectors(records_SR, slots_U, places_N, dim, bags, padding)
+        return ops.gather_vectors(view, rows_U, places_N, dim, bags, padding)
 
     def add_gradients(
         self,

@@ -237,14 +237,15 @@ class Bags(NamedTuple):
 
 
 def gather_vectors(
-    records_SR: Tensor,
-    slots_U: Tensor | None,  # of unique rows, int32; None: 0, 1, 2, ...
+    view: View,
+    rows_U: Tensor | None,  # unique rows, int32; None: 0, 1, 2, ...
     places_N: Tensor,  # which of these rows each id is, int64
     dim: int,
     bags: Bags | None = None,  # of ids; by default each id is one
     padding: int | None = None,  # the place that is left out of bags
 ) -> Tensor:
-    """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
+    """Return weights [N, D] of ids or bags in float32."""
+    records_SR = view.records_SR
     of: dict[str, Any]
     count = places_N.shape[0]
     name, of = "gather_ids", {"places": places_N, "count": count}
@@ -257,9 +258,9 @@ def gather_vectors(
     macros = _lanes(dim, _wide(dim, row_width))
     kernel("rows.cu", name, ELEMENT=ELEMENTS[records_SR.dtype], **macros)(
         blocks_for(macros["LANES"] * groups),
-        records=records_SR,
+        view=view,
         row_width=row_width,
-        slots=slots_U,
+        rows=rows_U,
         dim=dim,
         vectors=weight_ND,
         **of,
@@ -314,8 +315,8 @@ def step_rows(
     optimizer: RowOptimizer,
     counted: tuple[float, int],  # by `optimizer.count_step`
     seed: int,  # of the rounding to bfloat16
-    records_SR: Tensor,  # on the GPU
-    slots_U: Tensor | None,  # of unique rows, as above
+    view: View,
+    rows_U: Tensor | None,  # as above
     count: Tensor | None,  # their number, if the GPU knows it
     grad_UD: Tensor,
     lr: float,
@@ -326,20 +327,17 @@ def step_rows(
     """
     (rows, dim), device = grad_UD.shape, grad_UD.device
     step, step_column = counted
-    if slots_U is None:
-        slots_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
+    if rows_U is None:
+        rows_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
-    launch = _step_of_one_table(optimizer, records_SR.dtype, device, dim, step_column)
+    launch = _step_of_one_table(optimizer, view.records_SR.dtype, device, dim, step_column)
     row_grads = c_struct("unique.cuh", "RowGrads")
     launch(
         blocks_for(32 * rows),
-        view=View(records_SR, None),
-        # The kernel gets slots in place of rows, and no slot of each row.
-        rows=row_grads(
-            index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count
-        ),
-        row_width=records_SR.shape[1],
+        view=view,
+        rows=row_grads(index_A=None, rows_U=rows_U, grad_UD=grad_UD, pairs_U=None, row_count=count),
+        row_width=view.records_SR.shape[1],
         lr=float(lr),
         table_step=step,
         seed=seed,

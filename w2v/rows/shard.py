@@ -110,8 +110,8 @@ class RoutedLookUp(LookUp):
                 borrow(self.batch or [self])
             self.unused.remove(page.index)
 
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        return self.weights_UD, None
+    def weights(self) -> tuple[ops.View, Tensor | None]:
+        return ops.View(self.weights_UD, None), None
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
         """Return a table's weights [U, D], and places of ids and padding."""

@@ -25,7 +25,7 @@ def share(places_n, bags):
 
 
 def gather_vectors(view, rows_U, places_N, dim, bags=None, padding=None):
-    weight_UD = view.records_SR[view.slots(rows_U), :dim]
+    weight_UD = view.records_SR[view.slots(rows_U).long(), :dim]
     found = places_of_bags(places_N, bags, padding)
     return torch.stack([weight_UD[its].sum(0) * share(its, bags) for its in found])
 
@@ -39,7 +39,7 @@ def add_gradients(grads, places_N, sums_UD, bags=None, padding=None):
 
 def step_rows(optimizer, counted, seed, view, rows_U, count, grad_UD, lr):
     """Step as SGD does."""
-    view.records_SR[view.slots(rows_U), : grad_UD.shape[1]] -= lr * grad_UD
+    view.records_SR[view.slots(rows_U).long(), : grad_UD.shape[1]] -= lr * grad_UD
     grad_UD.zero_()
 
 

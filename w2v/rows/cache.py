@@ -334,10 +334,7 @@ class CachedLink(Link):
         return found
 
     def view(self, rows_U: Tensor) -> View | None:
-        """Return the cache, with these rows as the current page.
-
-        Returns None for no rows, or more than the capacity.
-        """
+        """Return the cache with these rows, or None as `make_current`."""
         if self.make_current(rows_U) is None:
             return None
         return self._open_cache()._view  # not `view`, which waits for the next page

@@ -171,14 +171,12 @@ class RowGroup:
         grad_UD: Tensor,
         lr: float,
         rows_U: Tensor,
-        narrow_U: Tensor | None = None,  # these in 32 bits, if they are at hand
+        narrow_U: Tensor,  # the same in 32 bits
         count: Tensor | None = None,  # their number, if the GPU knows it
     ) -> None:
         """Step unique rows by the fused kernel, in place if they are on the GPU."""
         grad_UD = grad_UD.contiguous()
         if (view := self.in_place(rows_U)) is not None:
-            if narrow_U is None:
-                narrow_U = rows_U.int()
             ops.step_rows(optimizer, counted, seed, view, narrow_U, count, grad_UD, lr)
             return
         ((part, link),) = self.parts

@@ -31,7 +31,7 @@ class LookUp:
         shapes: Of the ids of each table.
         places_N: The place of each id's row among the unique rows.
         rows_N: The unique rows; by kernels at the front of a buffer as long as the ids.
-        narrow_N: The same buffer in 32 bits, by kernels.
+        narrow_N: The same buffer in 32 bits.
         row_count: By kernels, as in `ops.FoundRows`.
         last_N: The last id of each row, by kernels if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
@@ -44,7 +44,6 @@ class LookUp:
         sums: Sums of gradients, by index of the tables that have some.
     """
 
-    narrow_N: Tensor | None = None
     row_count: Tensor | None = None
     last_N: Tensor | None = None
     begins: list[int]
@@ -52,8 +51,7 @@ class LookUp:
     is_computed = False
     offsets: Identity
     _rows_U: Tensor | None = None  # once the CPU knows their number
-    _sums_UD: Tensor  # of all tables, once there are some
-    _memory_UD: Tensor | None = None  # with these, if it is longer
+    _sums_UD: Tensor  # of all tables, once there are some, and zeros
     _parts: Sequence[Tensor] = ()  # of these, by table
     _readback: Readback | None = None  # numbers by span, until the CPU has read them
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
@@ -83,8 +81,8 @@ class LookUp:
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             parts = len(spans) * len(spans[0].first_rows)
             unequal = () if each else tuple(counts)
-            self._readback = Readback(ops.numbers_of(parts))
             read = readable(ids, group.device)
+            self._readback = Readback(ops.numbers_of(parts), read)
             found = ops.find_rows(
                 read,
                 _spans_of(tuple(spans), unequal, group.device, current_stream()),
@@ -95,7 +93,7 @@ class LookUp:
                 has_gaps,
             )
             self.places_N, self.rows_N, self.narrow_N, self.row_count, self.last_N = found
-            self._readback.launched(read)
+            self._readback.launched()
         else:
             flat = [each.to(group.device).long().flatten() for each in ids]
             self._look_up_by_torch(flat, are_rows)
@@ -130,6 +128,7 @@ class LookUp:
             keys_N = keys_N[:0]
         keys_U, self.places_N = torch.unique(keys_N, return_inverse=True)
         self.rows_N = firsts_S[keys_U >> 32] + (keys_U & 0xFFFFFFFF)
+        self.narrow_N = self.rows_N.int()
         edges = torch.arange(tables * ranks + 1, device=device) << 32
         self.begins = torch.searchsorted(keys_U, edges).tolist()
         rows = (span.padding for span in spans)
@@ -194,13 +193,10 @@ class LookUp:
         """Get the weights of tables, if other ranks own them."""
 
     def weights(self) -> tuple[ops.View, Tensor | None]:
-        """Return records on the compute device, and the rows in them, int32.
-
-        None: they are those of the rows, in order.
-        """
+        """Return records, and the rows to read; None: they are these, in order."""
         rows_U, group = self.wait(), self.group
         if (view := group.in_place(rows_U)) is not None:
-            return view, rows_U.int() if self.narrow_N is None else self.narrow_N
+            return view, self.narrow_N
         return ops.View(group.read_stored(group.link, group.weights_VW, rows_U), None), None
 
     @outside_inference
@@ -247,19 +243,19 @@ class LookUp:
         return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
     def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return zeros for all rows, and those of each table."""
-        self._memory_UD = self.group.zeros(self.begins[-1])
-        sums_UD = self._memory_UD[: self.begins[-1]]
-        sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
+        """Return zeros for all rows or more, and those of each table."""
+        sums_UD = self.group.zeros(self.begins[-1])
+        edges = [*self.begins, sums_UD.shape[0]]
+        sizes = [end - begin for begin, end in itertools.pairwise(edges)]
         return sums_UD, sums_UD.split_with_sizes(sizes)
 
-    def take_sums(self) -> tuple[Tensor, Tensor | None]:
-        """Return the sums and their memory, and begin anew."""
-        taken = self._sums_UD, self._memory_UD
+    def take_sums(self) -> Tensor:
+        """Return the sums, and zeros behind them, and begin anew."""
+        sums_UD = self._sums_UD
         del self._sums_UD
-        self._memory_UD, self._parts = None, ()
+        self._parts = ()
         self.sums.clear()
-        return taken
+        return sums_UD
 
     @property
     def own(self) -> LookUp:
@@ -516,26 +512,22 @@ class Readback:
     """
 
     _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event, Any]]]] = {}
-    _read: Any = None  # other memory of the kernel
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, read: Any = None):  # other memory, kept until it was read
         self._pool = self._free.setdefault(count, [])
         try:
-            self.numbers, self._event, _ = self._pool.pop()
+            self.numbers, self._event, self._read = self._pool.pop()
             self._event.synchronize()  # the last kernel may still use the memory
         except IndexError:
             self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
+        self._read = read
 
     def __del__(self) -> None:
         self._pool.append((self.numbers, self._event, self._read))
 
-    def launched(self, read: Any = None) -> None:
-        """Note that the kernel was launched on the current stream.
-
-        `read`: other memory that the kernel reads, which is kept until then.
-        """
-        self._read = read
+    def launched(self) -> None:
+        """Note that the kernel was launched on the current stream."""
         current_stream().record_event(self._event)
 
     @property

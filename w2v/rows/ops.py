@@ -85,9 +85,11 @@ def are_spaced(tensors: Sequence[Tensor]) -> bool:
     return len(steps) < 2 and len(layouts) == 1 and is_aligned
 
 
-def step_between(spaced: Sequence[Tensor]) -> int:
-    """Return the bytes from a tensor to the next, for those that `are_spaced`."""
-    return spaced[1].data_ptr() - spaced[0].data_ptr() if len(spaced) > 1 else 0
+def step_between(tables: Sequence[Tensor], nbytes: int) -> int:
+    """Return the bytes between tables; `nbytes` if one tensor has all."""
+    if len(tables) == 1:
+        return nbytes
+    return tables[1].data_ptr() - tables[0].data_ptr()
 
 
 class FoundRows(NamedTuple):
@@ -137,8 +139,7 @@ def find_rows(
     look_up = c_struct("lookup.cu", "LookUp")(
         ids=first,
         narrow_ids=first.dtype == torch.int32,
-        length=first.numel(),
-        step=step_between(ids),
+        step=step_between(ids, each * first.itemsize),
         count=count,
         spans=spans.on_device,
         tables=spans.tables,
@@ -286,10 +287,9 @@ def add_gradients(
     if bags:
         name, of, each = "add_bags", {"bags": bags.args(places_N, padding)}, bags.number
         groups = -(-each // IDS) * bags.tables
-    table_stride = each * stride
-    if tables > 1:
-        table_stride = step_between(grads) // first.itemsize
-    macros = _lanes(dim, _wide(dim, table_stride, stride, first.data_ptr() // first.itemsize))
+    size = first.itemsize
+    table_stride = step_between(grads, each * stride * size) // size
+    macros = _lanes(dim, _wide(dim, table_stride, stride, first.data_ptr() // size))
     kernel("rows.cu", name, **macros)(
         blocks_for(macros["LANES"] * groups),
         grads=first,
@@ -327,8 +327,6 @@ def step_rows(
     """
     (rows, dim), device = grad_UD.shape, grad_UD.device
     step, step_column = counted
-    if rows_U is None:
-        rows_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
     launch = _step_of_one_table(optimizer, view.records_SR.dtype, device, dim, step_column)
@@ -371,12 +369,6 @@ def no_places() -> Any:
     """Return struct Places of a process whose gradients no other one has."""
     places = c_struct("unique.cuh", "Places")
     return places(peers=None, places=None, room=0)
-
-
-@functools.lru_cache(maxsize=4)
-def _numbers(device: torch.device, count: int) -> Tensor:
-    """Return the numbers 0, 1, 2, ...: int32."""
-    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def step_kernel(optimizer: RowOptimizer, dtype: torch.dtype, dim: int, ranks: int) -> Kernel:

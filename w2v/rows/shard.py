@@ -354,7 +354,7 @@ def reduce(tables: Sequence[PagedTable]) -> None:
             table.announced.look_up.unused.clear()  # as the step changes the weights
     if not indices:
         return
-    grads = send_gradients(list(indices), [look_up.take_sums()[0] for look_up in indices])
+    grads = send_gradients(list(indices), [look_up.take_sums() for look_up in indices])
     for (look_up, its_tables), grad_MD in zip(indices.items(), grads, strict=True):
         means = look_up.mean_gradients(grad_MD, its_tables)
         for index, mean_LD in zip(its_tables, means, strict=True):

@@ -29,8 +29,7 @@ struct Numbers {  // of a look-up
 struct LookUp {
     HOST const void* ids;
     bool narrow_ids;    // of 32 bits
-    long long length;   // of a list of ids: of each table there is one, or of all together
-    long long step;     // bytes from a list to the next
+    long long step;     // bytes from the ids of a table to those of the next, if `each`
     long long count;    // of all ids
     const Span* spans;
     int tables, ranks;  // ranks = 0: ids are numbers of rows of one rank, in any order
@@ -53,8 +52,8 @@ struct LookUp {
 
     // Return the i-th id.
     __device__ long long id(long long i) const {
-        const long long list = i / length, n = i - list * length;
-        const char* its = (const char*)ids + list * step;
+        const long long table = each ? i / each : 0, n = i - table * each;
+        const char* its = (const char*)ids + table * step;
         return narrow_ids ? ((const int*)its)[n] : ((const long long*)its)[n];
     }
 

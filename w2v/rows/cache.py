@@ -340,10 +340,7 @@ class CachedLink(Link):
         return self._open_cache()._view  # not `view`, which waits for the next page
 
     def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the cache's records and the slots of rows, int32.
-
-        Makes the rows the current page. Returns None for no rows, or more than the capacity.
-        """
+        """Return the cache's records and the slots of rows, int32, as `view`."""
         if (found := self.make_current(rows_U)) is None:
             return None
         cache, (list_U, start) = self._open_cache(), found

@@ -51,7 +51,7 @@ class LookUp:
     is_computed = False
     offsets: Identity
     _rows_U: Tensor | None = None  # once the CPU knows their number
-    _sums_UD: Tensor  # of all tables, once there are some, and zeros
+    _sums_UD: Tensor  # of all tables, once there are some, and zeros behind them
     _parts: Sequence[Tensor] = ()  # of these, by table
     _readback: Readback | None = None  # numbers by span, until the CPU has read them
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
@@ -513,11 +513,12 @@ class Readback:
 
     _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event, Any]]]] = {}
 
-    def __init__(self, count: int, read: Any = None):  # other memory, kept until it was read
+    def __init__(self, count: int, read: Any = ()):  # other memory, kept until it was read
         self._pool = self._free.setdefault(count, [])
         try:
             self.numbers, self._event, self._read = self._pool.pop()
-            self._event.synchronize()  # the last kernel may still use the memory
+            if self._read is not None:
+                self._event.synchronize()  # the last kernel may still use the memory
         except IndexError:
             self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()

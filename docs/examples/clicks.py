@@ -83,7 +83,7 @@ def samples(sizes, batch, skew):
     counts = torch.randint(1, 4, (batch,))  # ids of a bag
     offsets = counts.cumsum(0) - counts
     logits = 0.5 * numbers.sum(1) / NUMBERS**0.5
-    # Those of all tables in one tensor are copied to the GPU at once.
+    # Those of all tables in one tensor go to the GPU at once.
     ids = torch.stack([zipf(rows, int(counts.sum()), skew) for rows in sizes])
     for table in range(len(sizes)):
         # Each id has a hidden weight, which is a function of the id.

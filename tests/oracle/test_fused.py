@@ -100,6 +100,7 @@ def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, mode, monkeyp
             (torch.stack(vectors, dim) * factor).sum().backward()
         paged.step()
     (grads,) = seen  # of all tables at once; only those whose elements are apart are copied
-    assert grads.stride() == ((DIM, 3 * DIM, 1) if dim == 1 else (5 * DIM, DIM, 1))
+    strides = {(3 * DIM if dim == 1 else DIM, 1)}
+    assert len(grads) == (1 if dim == 2 else 3) and {grad.stride() for grad in grads} == strides
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.weight, its.weight.detach() - LR * its.weight.grad)

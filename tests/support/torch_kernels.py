@@ -6,7 +6,7 @@ import torch
 
 from w2v.rows import ops
 from w2v.rows.group import RowGroup
-from w2v.rows.ops import Bags
+from w2v.rows.ops import Bags, View
 from w2v.rows.paged_table import PagedTable
 
 
@@ -24,22 +24,22 @@ def share(places_n, bags):
     return 1 / max(1, len(places_n)) if bags and bags.is_mean else 1
 
 
-def gather_vectors(records_SR, slots_U, places_N, dim, bags=None, padding=None):
-    weight_UD = records_SR[slots_U.long(), :dim]
+def gather_vectors(view, rows_U, places_N, dim, bags=None, padding=None):
+    weight_UD = view.records_SR[view.slots(rows_U).long(), :dim]
     found = places_of_bags(places_N, bags, padding)
     return torch.stack([weight_UD[its].sum(0) * share(its, bags) for its in found])
 
 
 def add_gradients(grads, places_N, sums_UD, bags=None, padding=None):
-    grad_ND = grads.flatten(0, -2)
+    grad_ND = torch.cat([*grads])
     found = places_of_bags(places_N, bags, padding)
     for places_n, grad_D in zip(found, grad_ND, strict=True):
         sums_UD.index_add_(0, places_n, (grad_D * share(places_n, bags)).repeat(len(places_n), 1))
 
 
-def step_rows(optimizer, counted, seed, records_SR, slots_U, count, grad_UD, lr):
+def step_rows(optimizer, counted, seed, view, rows_U, count, grad_UD, lr):
     """Step as SGD does."""
-    records_SR[slots_U.long(), : grad_UD.shape[1]] -= lr * grad_UD
+    view.records_SR[view.slots(rows_U).long(), : grad_UD.shape[1]] -= lr * grad_UD
     grad_UD.zero_()
 
 
@@ -48,4 +48,4 @@ def use_torch_kernels(monkeypatch):
     for kernel in (gather_vectors, add_gradients, step_rows):
         monkeypatch.setattr(ops, kernel.__name__, kernel)
     monkeypatch.setattr(PagedTable, "check_fused", lambda *given: None)  # refuses a CPU
-    monkeypatch.setattr(RowGroup, "in_place", lambda its, rows_U, _: (its.table.records_VR, rows_U))
+    monkeypatch.setattr(RowGroup, "in_place", lambda its, rows_U: View(its.table.records_VR, None))

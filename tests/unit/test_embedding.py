@@ -34,8 +34,8 @@ from w2v.config import OPTIMIZERS
 from w2v.rows import cache
 from w2v.rows import group as rows_group
 from w2v.rows.cache import RowCache
-from w2v.rows.lookup import joined, look_up, stacked
-from w2v.rows.ops import Span
+from w2v.rows.lookup import look_up, readable
+from w2v.rows.ops import Span, are_spaced
 from w2v.rows.optimizer import look_up_batch
 from w2v.rows.optimizer import optimizer as make_optimizer
 from w2v.rows.table import normal
@@ -1165,7 +1165,8 @@ def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
     store = RowStore(rows, 4, storage="cuda")
     for padding in (None, 0, rows - 1):
         ids = (torch.rand(count, device="cuda") ** 3 * rows).long()
-        (found,) = look_up([store], [ids], [Span(rows, padding, store.first_rows)])
+        placed = {None: ids, 0: ids.int().cpu().pin_memory()}.get(padding, ids.cpu())
+        (found,) = look_up([store], [placed], [Span(rows, padding, store.first_rows)])
         expected, places = torch.unique(ids, return_inverse=True)
         assert torch.equal(found.rows(), expected) and torch.equal(found.places(), places)
         place = torch.nonzero(expected == padding) if padding is not None else []
@@ -1210,17 +1211,22 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, f
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_ids_of_all_tables_in_one_tensor_are_copied_at_once(kind, device):
-    ids = torch.arange(12, dtype=kind).view(3, 4)
-    assert stacked(ids.unbind()).data_ptr() == ids.data_ptr()
-    other, column = ids[1].clone(), ids[:, 0]
-    for apart in ([ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()], [ids[0], column]):
-        assert stacked(apart) is None
-    scattered = [[ids[0], ids[2]], [ids[1], ids[0]], [column], [column, ids[1]]]
-    for given in [ids.unbind(), *(scattered if device == "cuda" else ())]:
-        together = joined(given, torch.device(device))
-        assert together.dtype == torch.int64
-        assert together.tolist() == [number for part in given for number in part.tolist()]
+def test_ids_are_read_where_they_are_if_equally_far_apart(kind, device):
+    numbers = torch.arange(12, dtype=kind).view(3, 4)
+    unaligned = torch.frombuffer(bytearray(33), dtype=kind, offset=1, count=4)
+    assert are_spaced([numbers[0], numbers[1].clone()]) and not are_spaced([unaligned])
+    places = [numbers] if device == "cpu" else [numbers, numbers.pin_memory(), numbers.cuda()]
+    for ids in places:
+        spaced = [[*ids], [ids[2], ids[0]], [ids[0], ids[0]], [ids]]
+        apart = [[*ids, ids[0]], [ids[0], ids[:2, 0]], [ids[0].long(), ids[0].int()]]
+        assert [are_spaced(given) for given in spaced + apart] == [True] * 4 + [False] * 3
+        apart.append([ids[:, 0]])  # alone, but not contiguous
+        for number, given in enumerate(spaced + apart if device == "cuda" else ()):
+            read = readable(given, numbers.cuda().device)
+            assert (read is given) == (number < len(spaced) and ids is not numbers)
+            assert are_spaced(read) and all(each.is_contiguous() for each in read)
+            expected = [int(each) for part in given for each in part.flatten()]
+            assert [int(each) for part in read for each in part.flatten()] == expected
 
 
 @somewhere

@@ -233,9 +233,9 @@ def look_up():
     spans = Spans.of([Span(ROWS, 3, (0, 40)), Span(9, None, (20, 60))], [], CPU)
     readback = torch.zeros(ops.numbers_of(4), dtype=torch.int64)
     ids_N = torch.arange(6)
-    ops.find_rows(ids_N, spans, 3, readback)
-    found = ops.find_rows(ids_N, spans, 3, readback, is_filled=True, has_gaps=True)
-    ops.find_rows(ids_N, Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True)
+    ops.find_rows(ids_N.split(3), spans, 3, readback)
+    found = ops.find_rows([ids_N.int()], spans, 3, readback, is_filled=True, has_gaps=True)
+    ops.find_rows([ids_N], Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True)
     records_NR = torch.zeros(6, 32)
     ops.copy_repeated(found.places_N, found.last_N, records_NR)
 
@@ -243,20 +243,20 @@ def look_up():
 def use_bags(dtype):
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
     records_SR, places_N = torch.zeros(ROWS, 32, dtype=dtype), torch.arange(6)
-    slots_U = torch.zeros(ROWS, dtype=torch.int32)
+    rows_U = torch.zeros(ROWS, dtype=torch.int32)
+    view = View(records_SR, None)
     bags = Bags(2, torch.tensor([0, 3]), is_mean=True)
-    for given in ((None, places_N), (slots_U, places_N), (slots_U, places_N, DIM, bags, 1)):
-        weight_ND = ops.gather_vectors(records_SR, *given[:2], DIM, *given[3:])
+    for given in ((None, places_N), (rows_U, places_N), (rows_U, places_N, DIM, bags, 1)):
+        weight_ND = ops.gather_vectors(view, *given[:2], DIM, *given[3:])
     sums_UD = torch.zeros(6, DIM)
-    ops.add_gradients(weight_ND, places_N, sums_UD, bags, 1)
-    ops.add_gradients(torch.zeros(6, DIM), places_N, sums_UD, None, 1)
-    ops.add_gradients(
-        torch.zeros(1, 2, DIM).expand(2, 2, DIM), places_N, sums_UD, Bags(2, None, 1, False, 2)
-    )
+    ops.add_gradients([weight_ND], places_N, sums_UD, bags, 1)
+    ops.add_gradients([torch.zeros(6, DIM)], places_N, sums_UD, None, 1)
+    of_two = [torch.zeros(2, DIM)] * 2
+    ops.add_gradients(of_two, places_N, sums_UD, Bags(2, None, 1, False, 2))
     for count in (None, torch.tensor(3)):
-        for slots in (None, slots_U):
-            args = slots, count, sums_UD, torch.tensor(0.1)  # as torch's optimizers may have it
-            ops.step_rows(optimizer, (1.0, -1), 2**64 - 1, records_SR, *args)
+        for rows in (None, rows_U):
+            args = rows, count, sums_UD, torch.tensor(0.1)  # as torch's optimizers may have it
+            ops.step_rows(optimizer, (1.0, -1), 2**64 - 1, View(records_SR, rows_U), *args)
 
 
 def test_every_kernel_gets_what_its_parameters_are(launches):
@@ -392,9 +392,9 @@ def test_kernels_in_turn_have_the_same_parameters(launches):
 def test_elements_are_those_of_the_macro(launches):
     for dtype, element in launch.ELEMENTS.items():
         kernel = launch.kernel("rows.cu", "gather_bags", ELEMENT=element, WIDE=1)
-        kernel.bind(records=torch.zeros(1, dtype=dtype))
-        with pytest.raises(TypeError, match=r"records is Element\*"):
-            kernel.bind(records=torch.zeros(1, dtype=torch.float64))
+        kernel.bind(view=View(torch.zeros(1, dtype=dtype), None))
+        with pytest.raises(TypeError, match=r"records_SR is Element\*"):
+            kernel.bind(view=View(torch.zeros(1, dtype=torch.float64), None))
 
 
 def test_memory_of_the_cpu_is_refused_but_where_a_kernel_takes_it(launches, monkeypatch):

@@ -333,11 +333,14 @@ class CachedLink(Link):
             self._slots.clear()
         return found
 
-    def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the cache's records and the slots of rows, int32.
+    def view(self, rows_U: Tensor) -> View | None:
+        """Return the cache with these rows, or None as `make_current`."""
+        if self.make_current(rows_U) is None:
+            return None
+        return self._open_cache()._view  # not `view`, which waits for the next page
 
-        Makes the rows the current page. Returns None for no rows, or more than the capacity.
-        """
+    def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the cache's records and the slots of rows, int32, as `view`."""
         if (found := self.make_current(rows_U)) is None:
             return None
         cache, (list_U, start) = self._open_cache(), found

@@ -33,9 +33,9 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import ConfigError, TransferConfig
-from w2v.rows import lookup, shard
+from w2v.rows import lookup, ops, shard
 from w2v.rows.group import Function, outside_inference
-from w2v.rows.lookup import Identity, Ids, RowPage, as_tensor, stacked
+from w2v.rows.lookup import Identity, Ids, RowPage, as_tensor
 from w2v.rows.ops import Bags
 from w2v.rows.paged_table import PagedTable
 from w2v.rows.shard import RoutedLookUp, look_up_alone
@@ -868,18 +868,15 @@ class _KernelVectors(torch.autograd.Function):
         with weight.table.store.lock:
             # One launch leaves out the padding row of one table at most.
             if is_one and not has_padding:
-                whole = stacked(present)
-                if whole is None:
-                    whole = torch.cat(present)
-                _sum_gradients(uses, None, whole, bags)
+                _sum_gradients(uses, None, present, bags)
                 return None, None, *returned
             bags = bags and bags._replace(tables=1)
             for number, ((weight, page), grad) in enumerate(zip(uses, grads, strict=True)):
                 receiver = receivers[number]
                 if grad is not None and receiver == "table":
-                    _sum_gradients([(weight, page)], page.index, grad, bags)
+                    _sum_gradients([(weight, page)], page.index, [grad], bags)
                 elif grad is not None and receiver is not None:
-                    sum_UD = page.look_up.gradient(page.index, _for_kernels(grad), bags)
+                    sum_UD = page.look_up.gradient(page.index, _for_kernels([grad]), bags)
                     returned[number] = weight.gradient(page, sum_UD, receiver)
         return None, None, *returned
 
@@ -887,19 +884,20 @@ class _KernelVectors(torch.autograd.Function):
 def _sum_gradients(
     uses: list[Use],
     index: int | None,  # of the table; None: all tables of the look-up
-    grad: Tensor,
+    grads: list[Tensor],
     bags: Bags | None,
 ) -> None:
     """Sum gradients of ids or bags by row, with those that wait for the step."""
     pending = {page.index: weight.table.pending(page) for weight, page in uses}
     _, first = uses[0]
-    sums = first.look_up.add_gradients(index, _for_kernels(grad), bags, pending)
+    sums = first.look_up.add_gradients(index, _for_kernels(grads), bags, pending)
     for (weight, page), sum_UD in zip(uses, sums, strict=True):
         weight.table.collect(page, sum_UD)
 
 
-def _for_kernels(grad: Tensor) -> Tensor:
-    """Return gradients in the dtype and layout that kernels read."""
-    if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
-        return grad.float().contiguous()
-    return grad
+def _for_kernels(grads: list[Tensor]) -> list[Tensor]:
+    """Return gradients as kernels read them: where they are, or joined."""
+    first = grads[0]
+    if first.dtype == torch.float32 and first.stride(-1) == 1 and ops.are_spaced(grads):
+        return grads
+    return [torch.cat(grads).float()]

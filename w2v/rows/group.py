@@ -18,6 +18,7 @@ from w2v.rows.cache import CachedLink, TransferStats
 from w2v.rows.launch import has_cupy
 from w2v.rows.link import Link, MappedLink, link_between
 from w2v.rows.moves import MOST_ROWS, PLANNED_BYTES
+from w2v.rows.ops import View
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import SplitTable, Table, padded
 
@@ -133,16 +134,16 @@ class RowGroup:
         for cache in self.caches:
             cache.flush()
 
-    def in_place(self, rows_U: Tensor, narrow_U: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return records on the compute device and the slots of rows.
+    def in_place(self, rows_U: Tensor) -> View | None:
+        """Return records on the compute device, those of these rows among them.
 
         None if rows are moved to the device and back.
         """
         (part, link), *others = self.parts
         if isinstance(link, CachedLink) and not others:
-            return link.locate(rows_U)
+            return link.view(rows_U)
         if type(link) is Link and not others:
-            return part.records_VR, rows_U.int() if narrow_U is None else narrow_U
+            return View(part.records_VR, None)
         return None
 
     def read_stored(
@@ -170,18 +171,17 @@ class RowGroup:
         grad_UD: Tensor,
         lr: float,
         rows_U: Tensor,
-        narrow_U: Tensor | None = None,  # the rows in 32 bits, if they are at hand
+        narrow_U: Tensor,  # the same in 32 bits
         count: Tensor | None = None,  # their number, if the GPU knows it
     ) -> None:
         """Step unique rows by the fused kernel, in place if they are on the GPU."""
         grad_UD = grad_UD.contiguous()
-        if (located := self.in_place(rows_U, narrow_U)) is not None:
-            records_SR, slots_U = located
-            ops.step_rows(optimizer, counted, seed, records_SR, slots_U, count, grad_UD, lr)
+        if (view := self.in_place(rows_U)) is not None:
+            ops.step_rows(optimizer, counted, seed, view, narrow_U, count, grad_UD, lr)
             return
         ((part, link),) = self.parts
         stored_UR = self.read_stored(link, part.records_VR, rows_U)
-        ops.step_rows(optimizer, counted, seed, stored_UR, None, count, grad_UD, lr)
+        ops.step_rows(optimizer, counted, seed, View(stored_UR, None), None, count, grad_UD, lr)
         link.write(part.records_VR, rows_U, stored_UR)
 
     @outside_inference

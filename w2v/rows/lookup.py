@@ -16,6 +16,7 @@ from torch import Tensor
 
 from w2v.rows import ops
 from w2v.rows.group import Member, RowGroup, outside_inference
+from w2v.rows.launch import cuda_runtime, has_cupy
 from w2v.rows.link import current_stream
 from w2v.rows.ops import Bags
 
@@ -30,7 +31,7 @@ class LookUp:
         shapes: Of the ids of each table.
         places_N: The place of each id's row among the unique rows.
         rows_N: The unique rows; by kernels at the front of a buffer as long as the ids.
-        narrow_N: The same buffer in 32 bits, by kernels.
+        narrow_N: The same buffer in 32 bits.
         row_count: By kernels, as in `ops.FoundRows`.
         last_N: The last id of each row, by kernels if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
@@ -43,7 +44,6 @@ class LookUp:
         sums: Sums of gradients, by index of the tables that have some.
     """
 
-    narrow_N: Tensor | None = None
     row_count: Tensor | None = None
     last_N: Tensor | None = None
     begins: list[int]
@@ -51,8 +51,7 @@ class LookUp:
     is_computed = False
     offsets: Identity
     _rows_U: Tensor | None = None  # once the CPU knows their number
-    _sums_UD: Tensor  # of all tables, once there are some
-    _memory_UD: Tensor | None = None  # with these, if it is longer
+    _sums_UD: Tensor  # of all tables, once there are some, and zeros behind them
     _parts: Sequence[Tensor] = ()  # of these, by table
     _readback: Readback | None = None  # numbers by span, until the CPU has read them
     _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
@@ -82,9 +81,10 @@ class LookUp:
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             parts = len(spans) * len(spans[0].first_rows)
             unequal = () if each else tuple(counts)
-            self._readback = Readback(ops.numbers_of(parts))
+            read = readable(ids, group.device)
+            self._readback = Readback(ops.numbers_of(parts), read)
             found = ops.find_rows(
-                joined(ids, group.device),
+                read,
                 _spans_of(tuple(spans), unequal, group.device, current_stream()),
                 each,
                 self._readback.numbers,
@@ -128,6 +128,7 @@ class LookUp:
             keys_N = keys_N[:0]
         keys_U, self.places_N = torch.unique(keys_N, return_inverse=True)
         self.rows_N = firsts_S[keys_U >> 32] + (keys_U & 0xFFFFFFFF)
+        self.narrow_N = self.rows_N.int()
         edges = torch.arange(tables * ranks + 1, device=device) << 32
         self.begins = torch.searchsorted(keys_U, edges).tolist()
         rows = (span.padding for span in spans)
@@ -191,41 +192,38 @@ class LookUp:
     def fetch(self, pages: Sequence[RowPage]) -> None:
         """Get the weights of tables, if other ranks own them."""
 
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return weights on the compute device, and the slots of the rows in them.
-
-        Without slots the rows are in order.
-        """
+    def weights(self) -> tuple[ops.View, Tensor | None]:
+        """Return records, and the rows to read; None: they are these, in order."""
         rows_U, group = self.wait(), self.group
-        if (located := group.in_place(rows_U, self.narrow_N)) is not None:
-            return located
-        return group.read_stored(group.link, group.weights_VW, rows_U), None
+        if (view := group.in_place(rows_U)) is not None:
+            return view, self.narrow_N
+        return ops.View(group.read_stored(group.link, group.weights_VW, rows_U), None), None
 
     @outside_inference
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         """Return vectors of a table's ids or bags, None: of all: float32 [N, D]."""
-        records_SR, slots_U = self.weights()
+        view, rows_U = self.weights()
         padding = self.paddings[index] if bags and index is not None else None
         places_N, dim = self.places_of(index), self.group.table.dim
-        return ops.gather_vectors(records_SR, slots_U, places_N, dim, bags, padding)
+        return ops.gather_vectors(view, rows_U, places_N, dim, bags, padding)
 
     def add_gradients(
         self,
         index: int | None,  # of the table; None: all tables
-        grad_ND: Tensor,  # of its ids or bags
+        grads: Sequence[Tensor],  # of its ids or bags, as `ops.add_gradients`
         bags: Bags | None,
         pending: dict[int, Tensor | None],  # the tables, with sums that wait for the step, if any
     ) -> list[Tensor]:
         """Add gradients by row; return the sums [U, D] of these tables."""
         sums_UD = self.sums_for(pending)
         padding = None if index is None else self.paddings[index]
-        ops.add_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
+        ops.add_gradients(grads, self.places_of(index), sums_UD, bags, padding)
         return [self.sums[table] for table in pending]
 
-    def gradient(self, index: int, grad_ND: Tensor, bags: Bags | None) -> Tensor:
+    def gradient(self, index: int, grads: Sequence[Tensor], bags: Bags | None) -> Tensor:
         """Return the gradient [U, D] of a table, without what waits."""
-        sums_UD = grad_ND.new_zeros(self.begins[-1], self.group.table.dim)
-        ops.add_gradients(grad_ND, self.places_of(index), sums_UD, bags, self.paddings[index])
+        sums_UD = grads[0].new_zeros(self.begins[-1], self.group.table.dim)
+        ops.add_gradients(grads, self.places_of(index), sums_UD, bags, self.paddings[index])
         return sums_UD[self.begins[index] : self.begins[index + 1]]
 
     def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
@@ -245,19 +243,19 @@ class LookUp:
         return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
     def new_sums(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return zeros for all rows, and those of each table."""
-        self._memory_UD = self.group.zeros(self.begins[-1])
-        sums_UD = self._memory_UD[: self.begins[-1]]
-        sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
+        """Return zeros for all rows or more, and those of each table."""
+        sums_UD = self.group.zeros(self.begins[-1])
+        edges = [*self.begins, sums_UD.shape[0]]
+        sizes = [end - begin for begin, end in itertools.pairwise(edges)]
         return sums_UD, sums_UD.split_with_sizes(sizes)
 
-    def take_sums(self) -> tuple[Tensor, Tensor | None]:
-        """Return the sums and their memory, and begin anew."""
-        taken = self._sums_UD, self._memory_UD
+    def take_sums(self) -> Tensor:
+        """Return the sums, and zeros behind them, and begin anew."""
+        sums_UD = self._sums_UD
         del self._sums_UD
-        self._memory_UD, self._parts = None, ()
+        self._parts = ()
         self.sums.clear()
-        return taken
+        return sums_UD
 
     @property
     def own(self) -> LookUp:
@@ -415,8 +413,6 @@ def _spans_of(
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 
-_pinned: set[int] = set()  # addresses of memory that was found to be pinned
-
 
 class Identity:
     """Recognizes a tensor by its memory, without reading it.
@@ -475,43 +471,21 @@ def _checked(given: Ids) -> Tensor:
     return ids
 
 
-def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return all ids on the GPU: int64 [N]."""
-    values = stacked(ids)
-    if values is not None and values.is_contiguous():
-        return to_device(values, device).long().flatten()
+def readable(ids: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Return ids as `ops.find_rows` reads them on this GPU."""
+    first = ids[0]
+    is_near = first.device == device or all(map(_is_pinned, ids))
+    if is_near and first.is_contiguous() and ops.are_spaced(ids):
+        return ids
     flat = [values.flatten() for values in ids]
     if all(values.is_cuda for values in flat):
-        return torch.cat(flat).long()
-    # The others are most likely as the first: the query is slow, and a wrong guess only waits.
+        return [torch.cat(flat).to(device)]
+    # The others are most likely as the first: a wrong guess only waits.
     if not any(values.is_cuda for values in flat) and not _is_pinned(flat[0]):
-        # One copy in place of many.
-        return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
+        return [torch.cat(flat).pin_memory()]  # one copy in place of many
     ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
     torch._foreach_copy_(ids_N.split([*map(len, flat)]), flat, non_blocking=True)
-    return ids_N
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return equally spaced views of one storage as one view [T, ...].
-
-    None if they are anything else.
-    """
-    first, last = tensors[0], tensors[-1]
-    step = 0
-    if len(tensors) > 1:
-        step = tensors[1].data_ptr() - first.data_ptr()
-    if step % first.element_size() or (step <= 0 and len(tensors) > 1):
-        return None
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    layouts = {(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors}
-    if len(layouts) > 1 or any(b - a != step for a, b in itertools.pairwise(addresses)):
-        return None
-    # Tensors may be equally spaced by chance.
-    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-        return None
-    strides = step // first.element_size(), *first.stride()
-    return first.as_strided((len(tensors), *first.shape), strides)
+    return [ids_N]
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -523,15 +497,12 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_pinned(values: Tensor) -> bool:
-    """Return whether CPU memory is pinned, or was when first seen."""
-    address = values.data_ptr()
-    if address in _pinned:  # `is_pinned` takes 30 us
-        return True
-    if len(_pinned) > 4096:
-        _pinned.clear()
-    if is_pinned := values.is_pinned():
-        _pinned.add(address)
-    return is_pinned
+    """Return whether memory is pinned CPU memory."""
+    if not (has_cupy() and values.numel()):
+        return values.is_pinned()
+    # torch's way takes 30 us. Each time anew: the address may be that of other memory now.
+    runtime = cuda_runtime()
+    return runtime.pointerGetAttributes(values.data_ptr()).type == runtime.memoryTypeHost
 
 
 class Readback:
@@ -540,19 +511,21 @@ class Readback:
     Memory and events are reused: allocating them takes as long as launching a kernel.
     """
 
-    _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event]]]] = {}
+    _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event, Any]]]] = {}
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, read: Any = ()):  # other memory, kept until it was read
         self._pool = self._free.setdefault(count, [])
         try:
-            self.numbers, self._event = self._pool.pop()
-            self._event.synchronize()  # the last kernel may still write to the memory
+            self.numbers, self._event, self._read = self._pool.pop()
+            if self._read is not None:
+                self._event.synchronize()  # the last kernel may still use the memory
         except IndexError:
             self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
+        self._read = read
 
     def __del__(self) -> None:
-        self._pool.append((self.numbers, self._event))
+        self._pool.append((self.numbers, self._event, self._read))
 
     def launched(self) -> None:
         """Note that the kernel was launched on the current stream."""
@@ -564,4 +537,5 @@ class Readback:
 
     def read(self) -> list[int]:
         self._event.synchronize()
+        self._read = None
         return self.numbers.tolist()

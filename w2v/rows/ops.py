@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +76,22 @@ def numbers_of(spans: int) -> int:
     return 2 + 4 * spans
 
 
+def are_spaced(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are alike and equally far apart."""
+    begins = [tensor.data_ptr() for tensor in tensors]
+    steps = {end - begin for begin, end in itertools.pairwise(begins)}
+    layouts = {(each.shape, each.stride(), each.dtype, each.device) for each in tensors}
+    is_aligned = not any(begin % tensors[0].itemsize for begin in begins)
+    return len(steps) < 2 and len(layouts) == 1 and is_aligned
+
+
+def step_between(tables: Sequence[Tensor], nbytes: int) -> int:
+    """Return the bytes between tables; `nbytes` if one tensor has all."""
+    if len(tables) == 1:
+        return nbytes
+    return tables[1].data_ptr() - tables[0].data_ptr()
+
+
 class FoundRows(NamedTuple):
     """What `find_rows` returns."""
 
@@ -88,7 +103,7 @@ class FoundRows(NamedTuple):
 
 
 def find_rows(
-    ids_N: Tensor,  # int64 on the GPU, table by table
+    ids: Sequence[Tensor],  # that `are_spaced`, of each table; or one, of all tables in turn
     spans: Spans,
     each: int,  # ids of each table, 0 if `spans` has their numbers
     readback: Tensor,
@@ -98,6 +113,7 @@ def find_rows(
 ) -> FoundRows:
     """Find the unique rows of ids without sorting.
 
+    Ids are int32 or int64 and contiguous, on the GPU or in pinned CPU memory: read in place.
     `readback` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
     table of each rank the rows before it, the least and the greatest id that is no row (0: none),
     and 1 + the place of its padding row (0: it is not there).
@@ -107,21 +123,24 @@ def find_rows(
     `has_gaps`, -1 is no id.
     """
     assert spans.ranks == 1 or not are_rows, "rows of one rank"
-    ids, device = ids_N.shape[0], ids_N.device
+    first, device = ids[0], spans.on_device.device
+    count = len(ids) * first.numel()
     word_blocks = -(-spans.words // THREADS)
     words = word_blocks * THREADS
     # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
     # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
     size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
-    numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
+    numbers = torch.zeros(size + count * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
-    kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, row_count = kept.split_with_sizes([ids, ids, 2])
-    narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
+    kept = torch.empty(2 * count + 2, dtype=torch.int64, device=device)
+    places_N, rows_N, row_count = kept.split_with_sizes([count, count, 2])
+    narrow_N = torch.empty(count, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     look_up = c_struct("lookup.cu", "LookUp")(
-        ids=ids_N,
-        count=ids,
+        ids=first,
+        narrow_ids=first.dtype == torch.int32,
+        step=step_between(ids, each * first.itemsize),
+        count=count,
         spans=spans.on_device,
         tables=spans.tables,
         ranks=0 if are_rows else spans.ranks,
@@ -137,7 +156,7 @@ def find_rows(
         rest=rest_N,
         last=last_N,
     )
-    blocks = blocks_for(ids)
+    blocks = blocks_for(count)
     in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")
     in_turn(blocks, word_blocks, word_blocks, blocks, look_up=look_up)
     return FoundRows(places_N, rows_N, narrow_N, row_count, last_N)
@@ -219,14 +238,15 @@ class Bags(NamedTuple):
 
 
 def gather_vectors(
-    records_SR: Tensor,
-    slots_U: Tensor | None,  # of unique rows, int32; None: 0, 1, 2, ...
+    view: View,
+    rows_U: Tensor | None,  # unique rows, int32; None: 0, 1, 2, ...
     places_N: Tensor,  # which of these rows each id is, int64
     dim: int,
     bags: Bags | None = None,  # of ids; by default each id is one
     padding: int | None = None,  # the place that is left out of bags
 ) -> Tensor:
-    """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
+    """Return weights [N, D] of ids or bags in float32."""
+    records_SR = view.records_SR
     of: dict[str, Any]
     count = places_N.shape[0]
     name, of = "gather_ids", {"places": places_N, "count": count}
@@ -239,9 +259,9 @@ def gather_vectors(
     macros = _lanes(dim, _wide(dim, row_width))
     kernel("rows.cu", name, ELEMENT=ELEMENTS[records_SR.dtype], **macros)(
         blocks_for(macros["LANES"] * groups),
-        records=records_SR,
+        view=view,
         row_width=row_width,
-        slots=slots_U,
+        rows=rows_U,
         dim=dim,
         vectors=weight_ND,
         **of,
@@ -250,15 +270,16 @@ def gather_vectors(
 
 
 def add_gradients(
-    grads: Tensor,  # [N, D], or [T, N, D] of the ids or bags of T tables
+    grads: Sequence[Tensor],  # [N, D] of each table, that `are_spaced`; or one, of all in turn
     places_N: Tensor,
     sums_UD: Tensor,
     bags: Bags | None = None,
     padding: int | None = None,
 ) -> None:
     """Add gradients of ids or bags to the sums, by place, in no fixed order."""
-    *counts, dim = grads.shape
-    tables, each = math.prod(counts[:-1]), counts[-1]
+    first, tables = grads[0], len(grads)
+    each, dim = first.shape
+    stride = first.stride(0)
     of: dict[str, Any]
     name, of = "add_ids", {"places": places_N, "tables": tables, "each": each}
     of["padding"] = -1 if padding is None else padding
@@ -266,13 +287,12 @@ def add_gradients(
     if bags:
         name, of, each = "add_bags", {"bags": bags.args(places_N, padding)}, bags.number
         groups = -(-each // IDS) * bags.tables
-    table_stride, stride = each * dim, dim
-    if len(counts) > 1:
-        table_stride, stride, _ = grads.stride()
-    macros = _lanes(dim, _wide(dim, table_stride, stride, grads.data_ptr() // 4))
+    size = first.itemsize
+    table_stride = step_between(grads, each * stride * size) // size
+    macros = _lanes(dim, _wide(dim, table_stride, stride, first.data_ptr() // size))
     kernel("rows.cu", name, **macros)(
         blocks_for(macros["LANES"] * groups),
-        grads=grads,
+        grads=first,
         table_stride=table_stride,
         stride=stride,
         dim=dim,
@@ -295,8 +315,8 @@ def step_rows(
     optimizer: RowOptimizer,
     counted: tuple[float, int],  # by `optimizer.count_step`
     seed: int,  # of the rounding to bfloat16
-    records_SR: Tensor,  # on the GPU
-    slots_U: Tensor | None,  # of unique rows, as above
+    view: View,
+    rows_U: Tensor | None,  # as above
     count: Tensor | None,  # their number, if the GPU knows it
     grad_UD: Tensor,
     lr: float,
@@ -307,20 +327,15 @@ def step_rows(
     """
     (rows, dim), device = grad_UD.shape, grad_UD.device
     step, step_column = counted
-    if slots_U is None:
-        slots_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
-    launch = _step_of_one_table(optimizer, records_SR.dtype, device, dim, step_column)
+    launch = _step_of_one_table(optimizer, view.records_SR.dtype, device, dim, step_column)
     row_grads = c_struct("unique.cuh", "RowGrads")
     launch(
         blocks_for(32 * rows),
-        view=View(records_SR, None),
-        # The kernel gets slots in place of rows, and no slot of each row.
-        rows=row_grads(
-            index_A=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count
-        ),
-        row_width=records_SR.shape[1],
+        view=view,
+        rows=row_grads(index_A=None, rows_U=rows_U, grad_UD=grad_UD, pairs_U=None, row_count=count),
+        row_width=view.records_SR.shape[1],
         lr=float(lr),
         table_step=step,
         seed=seed,
@@ -354,12 +369,6 @@ def no_places() -> Any:
     """Return struct Places of a process whose gradients no other one has."""
     places = c_struct("unique.cuh", "Places")
     return places(peers=None, places=None, room=0)
-
-
-@functools.lru_cache(maxsize=4)
-def _numbers(device: torch.device, count: int) -> Tensor:
-    """Return the numbers 0, 1, 2, ...: int32."""
-    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def step_kernel(optimizer: RowOptimizer, dtype: torch.dtype, dim: int, ranks: int) -> Kernel:

@@ -657,16 +657,16 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                 if whole and whole.sums.get(page.index) is not grad_UD:
                     whole = None
             if whole and len(set(counts)) == 1:
-                sums_UD, memory_UD = whole.take_sums()
-                rows = whole.wait(), whole.narrow_N, whole.row_count
-                group.step(optimizer, counts[0], seeds[0], sums_UD, lr, *rows)
-                group.zeros_UD = memory_UD  # the step has made the sums 0
+                sums_UD, rows_U = whole.take_sums(), whole.wait()
+                found = rows_U, whole.narrow_N, whole.row_count
+                group.step(optimizer, counts[0], seeds[0], sums_UD[: len(rows_U)], lr, *found)
+                group.zeros_UD = sums_UD  # the step has made the sums 0
             else:
                 parts = zip(its_tables, counts, seeds, strict=True)
                 for (_, page, grad_UD), counted, seed in parts:
                     for rows_u, grad_uD, _ in _in_parts(page.rows(), grad_UD):
                         if len(rows_u):
-                            group.step(optimizer, counted, seed, grad_uD, lr, rows_u)
+                            group.step(optimizer, counted, seed, grad_uD, lr, rows_u, rows_u.int())
             for table, _, _ in its_tables:
                 table.store.version += 1
             drop_pages([table for table, _, _ in its_tables])

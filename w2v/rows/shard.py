@@ -110,8 +110,8 @@ class RoutedLookUp(LookUp):
                 borrow(self.batch or [self])
             self.unused.remove(page.index)
 
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        return self.weights_UD, None
+    def weights(self) -> tuple[ops.View, Tensor | None]:
+        return ops.View(self.weights_UD, None), None
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
         """Return a table's weights [U, D], and places of ids and padding."""
@@ -143,7 +143,7 @@ class RoutedLookUp(LookUp):
         ranks, found = self.ranks.size, self.own
         if self.tables[0].fused:  # the sums lie side by side, for one step
             pending = {index: self.tables[index].parameter.grad_UD for index in indices}
-            return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
+            return found.add_gradients(None, [grad_MD.div_(ranks)], None, pending)
         mean_LD = self.sum_by_row(grad_MD, len(found.wait())).div_(ranks)
         return [mean_LD[found.begins[index] : found.begins[index + 1]] for index in indices]
 
@@ -354,7 +354,7 @@ def reduce(tables: Sequence[PagedTable]) -> None:
             table.announced.look_up.unused.clear()  # as the step changes the weights
     if not indices:
         return
-    grads = send_gradients(list(indices), [look_up.take_sums()[0] for look_up in indices])
+    grads = send_gradients(list(indices), [look_up.take_sums() for look_up in indices])
     for (look_up, its_tables), grad_MD in zip(indices.items(), grads, strict=True):
         means = look_up.mean_gradients(grad_MD, its_tables)
         for index, mean_LD in zip(its_tables, means, strict=True):

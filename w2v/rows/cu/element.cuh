@@ -41,6 +41,10 @@ __device__ Element to_element(float value, unsigned random) {
 struct View {
     Element* records_SR;
     OPTIONAL const int* slot_of_A;  // null if row r is record r
+
+    __device__ Element* record(long long row, long long row_width) const {
+        return records_SR + (slot_of_A ? slot_of_A[row] : row) * row_width;
+    }
 };
 
 // N adjacent elements; pack i starts at element i * N of an array.

@@ -27,8 +27,10 @@ struct Numbers {  // of a look-up
 // Words and numbers are 0 before. Behind the words is the number of blocks that have finished, for
 // is_last_block; behind `before` are the sums over the blocks.
 struct LookUp {
-    const long long* ids;
-    long long count;    // of ids
+    HOST const void* ids;
+    bool narrow_ids;    // of 32 bits
+    long long step;     // bytes from the ids of a table to those of the next, if `each`
+    long long count;    // of all ids
     const Span* spans;
     int tables, ranks;  // ranks = 0: ids are numbers of rows of one rank, in any order
     long long each;     // ids of each table, 0 if they differ
@@ -37,7 +39,7 @@ struct LookUp {
     int* before;        // the number of rows before each word
     long long* unique;  // the rows, and the same in 32 bits
     int* narrow;
-    long long* places;  // of each id among the rows; 0 for one that is no row
+    long long* places;  // first the ids; then of each among the rows, 0 for one that is no row
     HOST Numbers* readback;  // gets the numbers, in CPU memory
     long long* row_count;    // gets the first two
     // The list of rows, as long as the ids, if it is to become -1 behind the rows, and as a whole
@@ -47,6 +49,13 @@ struct LookUp {
 
     __device__ int parts() const { return tables * max(ranks, 1); }
     __device__ unsigned* words() const { return (unsigned*)(numbers->found + parts()); }
+
+    // Return the i-th id.
+    __device__ long long id(long long i) const {
+        const long long table = each ? i / each : 0, n = i - table * each;
+        const char* its = (const char*)ids + table * step;
+        return narrow_ids ? ((const int*)its)[n] : ((const long long*)its)[n];
+    }
 
     // Find the word and the bit of the i-th id; return false for one that is no row.
     __device__ bool find_bit(long long id, long long i, long long* word, unsigned* bit) const {
@@ -77,13 +86,15 @@ struct LookUp {
 // The unique rows of ids, by rank and sorted, and the place of each id among them, by four
 // kernels in turn. `count_ids` and `list_ids` have a thread for each word.
 
-// Set the bits of the rows.
+// Set the bits of the rows. Ids in CPU memory are read only here.
 extern "C" __global__ void mark_ids(LookUp look_up) {
     unsigned* words = look_up.words();
     each_thread(look_up.count, [&](long long i) {
+        const long long id = look_up.id(i);
         long long word;
         unsigned bit;
-        if (look_up.find_bit(look_up.ids[i], i, &word, &bit))
+        look_up.places[i] = id;
+        if (look_up.find_bit(id, i, &word, &bit))
             if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
     });
 }
@@ -138,7 +149,7 @@ extern "C" __global__ void place_ids(LookUp look_up) {
         if (look_up.rest && i >= listed) look_up.rest[i] = -1;
         long long word;
         unsigned bit, place = 0;
-        if (look_up.find_bit(look_up.ids[i], i, &word, &bit))
+        if (look_up.find_bit(look_up.places[i], i, &word, &bit))
             place = look_up.before[word] + __popc(words[word] & below(bit));
         look_up.places[i] = place;
         if (look_up.rest) atomicMax(look_up.last + place, i);

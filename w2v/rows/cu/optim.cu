@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
     const long long count = *rows.row_count, stride = warps();
     if (blockIdx.x + threadIdx.x == 0) *stepped += count;
     for (long long n = warp_id(); n < count; n += stride) {
-        const int row = rows.rows_U[n];
+        const int row = rows.rows_U ? rows.rows_U[n] : n;
         const int slot = view.slot_of_A ? view.slot_of_A[row] : row;
         Element* record = view.records_SR + slot * row_width;
         Bias bias;

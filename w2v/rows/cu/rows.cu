@@ -141,22 +141,22 @@ __device__ void each_group(long long count, Visit visit) {
 
 constexpr int IDS = 8;  // or bags, whose rows a thread has parts of; as in ops.py
 
-// Write the weights of ids, as floats. slots: of the unique rows, by default 0, 1, 2, ...
+// Write the weights of ids, as floats. rows: the unique rows, by default 0, 1, 2, ...
 extern "C" __global__ void gather_ids(
-    const Element* records, long long row_width, OPTIONAL const int* slots,
-    const long long* places, int count, int dim, float* vectors) {
+    View view, long long row_width, OPTIONAL const int* rows, const long long* places, int count,
+    int dim, float* vectors) {
     each_group((count + IDS - 1) / IDS, [&](long long group, int lane) {
         const long long first = group * IDS;
-        const Element* rows[IDS];
+        const Element* records[IDS];
 #pragma unroll
         for (int i = 0; i < IDS; i++) {
             const long long place = places[min(first + i, count - 1ll)];
-            rows[i] = records + (slots ? slots[place] : place) * row_width;
+            records[i] = view.record(rows ? rows[place] : place, row_width);
         }
         for (int p = lane; p < dim / WIDE; p += LANES) {
             Pack<WIDE> packs[IDS];
 #pragma unroll
-            for (int i = 0; i < IDS; i++) packs[i] = Pack<WIDE>::load(rows[i], p);
+            for (int i = 0; i < IDS; i++) packs[i] = Pack<WIDE>::load(records[i], p);
 #pragma unroll
             for (int i = 0; i < IDS; i++)
                 if (first + i < count) packs[i].write(vectors + (first + i) * dim, p);
@@ -164,11 +164,9 @@ extern "C" __global__ void gather_ids(
     });
 }
 
-// Write the sum or mean of each bag's weights, as floats. slots: of the unique rows, by default 0,
-// 1, 2, ...
+// Write the sum or mean of each bag's weights, as floats. rows: as above.
 extern "C" __global__ void gather_bags(
-    const Element* records, long long row_width, OPTIONAL const int* slots, Bags bags, int dim,
-    float* vectors) {
+    View view, long long row_width, OPTIONAL const int* rows, Bags bags, int dim, float* vectors) {
     each_group(bags.tables * (long long)bags.bags, [&](long long n, int lane) {
         const int table = n / bags.bags;
         const Bag bag(table, n - (long long)table * bags.bags, bags);
@@ -179,8 +177,8 @@ extern "C" __global__ void gather_bags(
             for (long long i = bag.first; i < bag.end; i++) {
                 const long long place = bags.places[i];
                 if (place == bags.padding) continue;
-                const long long slot = slots ? slots[place] : place;
-                const Pack<WIDE> pack = Pack<WIDE>::load(records + slot * row_width, p);
+                const Element* record = view.record(rows ? rows[place] : place, row_width);
+                const Pack<WIDE> pack = Pack<WIDE>::load(record, p);
                 for (int w = 0; w < WIDE; w++) sum.at[w] += pack.at[w];
             }
             for (int w = 0; w < WIDE; w++) sum.at[w] *= share;

@@ -88,7 +88,7 @@ class Steps:
         self._wait()
         seconds = time.perf_counter() - began
         finite = pairs.read() and not int(self.step.state.fault)
-        mean = loss.read() / pairs.read() if finite else math.nan
+        mean = loss.read() / pairs.sum if finite else math.nan
         words = (self._passes - passes) * self.planned.corpus.raw_words
         return Stretch(words, seconds, computed, mean)
 

@@ -26,16 +26,13 @@ AXES = {"step", "words", "seconds", "epoch"}  # values that say where a point is
 
 
 class Total:
-    """Sums of numbers, for an epoch and for a line of metrics.jsonl.
+    """Sum of numbers that stay on the device, 8 bytes each, until they are read.
 
-    The numbers stay on the device, 8 bytes each, until they are read. They are added one by one in
-    float64, so that the sums do not depend on when.
+    They are added one by one in float64, so that sums do not depend on when.
     """
 
-    def __init__(self, epoch: float = 0, line: float = 0, before: Total | None = None):
-        self.epoch = epoch  # the sums, as they were read last
-        self.line = line
-        self._before = before  # whose line goes on here
+    def __init__(self, start: float = 0):
+        self.sum = start  # as it was read last
         self._numbers: list[Tensor] = []
         self._stacks: list[Tensor] = []
 
@@ -46,20 +43,16 @@ class Total:
             self._stacks.append(torch.stack(self._numbers))
             self._numbers = []
 
-    def read(self) -> float:
-        """Return the sum of the epoch so far; waits for the device."""
-        if self._before:
-            self._before.read()
-            self.line = self._before.line
-            self._before = None
+    def read(self, line: float = 0) -> float:
+        """Add new numbers to the sum; return `line` plus these. Waits for the device."""
         waiting = self._stacks + [number[None] for number in self._numbers]
         if waiting:
             for number in torch.cat(waiting).tolist():
-                self.epoch += number
-                self.line += number
+                self.sum += number
+                line += number
         self._stacks = []
         self._numbers = []
-        return self.epoch
+        return line
 
 
 class LinkUse(NamedTuple):
@@ -129,9 +122,11 @@ class Metrics(contextlib.AbstractContextManager):
         self._total_words = total_words
         self._log_seconds = log_seconds
 
-        # Sums of the epoch so far, and since the last line.
-        self._loss = Total(saved.epoch_loss, saved.loss)
-        self._pairs = Total(saved.epoch_pairs, saved.pairs)
+        # Sums since the last line, and of the epoch so far.
+        self._line_loss = saved.loss
+        self._line_pairs: float = saved.pairs
+        self._loss = Total(saved.epoch_loss)
+        self._pairs = Total(saved.epoch_pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
 
         # State at the last line.
@@ -184,8 +179,8 @@ class Metrics(contextlib.AbstractContextManager):
         seconds = round(time.monotonic() - self._start, 3)
         line = {"epoch": epoch, "words": self.words, "seconds": seconds}
         self._ended.append((line, self._loss, self._pairs))
-        self._loss = Total(before=self._loss)
-        self._pairs = Total(before=self._pairs)
+        self._loss = Total()
+        self._pairs = Total()
 
     @property
     def due(self) -> bool:
@@ -209,7 +204,7 @@ class Metrics(contextlib.AbstractContextManager):
             if self._logged_words:  # the first step may have waited for compilation
                 text += f"  {(self._total_words - self.words) / rate:.0f} s left"
             log.info(text)
-        self._loss.line = self._pairs.line = 0
+        self._line_loss = self._line_pairs = 0
         self._logged = now
         self._logged_words = self.words
         self._logged_link = self._link()
@@ -224,12 +219,12 @@ class Metrics(contextlib.AbstractContextManager):
             step=self.step,
             words=self.words,
             seconds=self.seconds,
-            loss=self._loss.line,
-            pairs=int(self._pairs.line),
+            loss=self._line_loss,
+            pairs=int(self._line_pairs),
             mean_loss=self.loss,
             last_epoch_loss=self.epoch_loss,
-            epoch_loss=self._loss.epoch,
-            epoch_pairs=int(self._pairs.epoch),
+            epoch_loss=self._loss.sum,
+            epoch_pairs=int(self._pairs.sum),
             logged_words=self._logged_words,
             logged_seconds=self._logged - self._start,
             bytes=os.fstat(self._file.fileno()).st_size,
@@ -271,16 +266,15 @@ class Metrics(contextlib.AbstractContextManager):
 
     def _read(self, lr: float) -> None:
         """Update losses, link and bar; wait for the device."""
-        for line, epoch_loss, epoch_pairs in self._ended:
-            loss, pairs = epoch_loss.read(), epoch_pairs.read()
-            if pairs:
-                self.epoch_loss = loss / pairs
+        for line, loss, pairs in [*self._ended, (None, self._loss, self._pairs)]:
+            self._line_loss = loss.read(self._line_loss)
+            self._line_pairs = pairs.read(self._line_pairs)
+            if line and pairs.sum:
+                self.epoch_loss = loss.sum / pairs.sum
                 self.append(line | {"loss": self.epoch_loss})
         self._ended.clear()
-        self._loss.read()
-        self._pairs.read()
-        if self._pairs.line:
-            self.loss = self._loss.line / self._pairs.line
+        if self._line_pairs:
+            self.loss = self._line_loss / self._line_pairs
         self.seconds = time.monotonic() - self._start
         use, before = self._link(), self._logged_link
         rate = (use.bytes - before.bytes) / max(self._start + self.seconds - self._logged, 1e-9)

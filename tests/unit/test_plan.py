@@ -18,6 +18,7 @@ from w2v.config import ConfigError, load_config
 from w2v.distributed.launcher import NUMBERS, require_environment
 from w2v.distributed.ranks import SINGLE, RanksDiffer
 from w2v.rows.cache import Engine, RowCache
+from w2v.rows.launch import INSTALL_CUPY
 from w2v.rows.optim import RowOptimizer
 from w2v.text.sources import CorpusError
 from w2v.text.vocab import Vocab
@@ -146,8 +147,8 @@ def test_nodes_are_rows_of_the_output_table(negative, rows, tmp_path):
 @pytest.mark.parametrize(
     "machine, warned",
     [
-        (replace(WITH_GPU, cuda_cupy="12.9"), ["13.0", "12.9", "cupy-cuda13x"]),
-        (WITHOUT_CUPY, ["CuPy cannot be imported", "pip install 'cupy-cuda13x'"]),
+        (replace(WITH_GPU, cuda_cupy="12.9"), ["13.0", "12.9", INSTALL_CUPY]),
+        (WITHOUT_CUPY, ["CuPy cannot be imported", INSTALL_CUPY]),
         (
             replace(WITH_GPU, gpu_free_bytes=2**28, lockable_bytes=2**20),
             ["only 1 MiB", "ulimit -l", "--ulimit memlock=-1", "transfer.engine=staged"],
@@ -276,7 +277,7 @@ def test_configured_engine():
 def test_without_cupy_rows_are_staged():
     assert engine_of(configured(), WITHOUT_CUPY, GPU, HUGE)[0] == "staged"
     mapped = configured("transfer.engine=mapped")
-    with pytest.raises(ConfigError, match="mapped.*CuPy.*'cupy-cuda13x'.*transfer.engine=staged"):
+    with pytest.raises(ConfigError, match="mapped.*CuPy.*pip install.*transfer.engine=staged"):
         engine_of(mapped, WITHOUT_CUPY, GPU, 1)
 
 

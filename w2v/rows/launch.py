@@ -21,13 +21,15 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor
 
-from w2v.system.files import kernel_folder
+from w2v.system.files import kernel_folder, refused
 
 # CuPy reads this when it is imported: its kernels belong into a folder of the user alone.
 os.environ["CUPY_CACHE_DIR"] = str(kernel_folder("CUPY_CACHE_DIR"))
 
 SOURCES = [Path(__file__).parent / "cu"]  # folders; word2vec adds its own
 THREADS = 256  # of a block
+# The command that installs the CuPy for torch's CUDA version, with the compiler of kernels.
+INSTALL_CUPY = f"pip install 'cupy-cuda{(torch.version.cuda or '13').split('.')[0]}x[ctk]'"
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ELEMENT of element.cuh
 MARKS = {"OPTIONAL", "STRIDED", "HOST"}  # of pointers, see common.cuh
 # By C type: the format in `struct`, and the dtype of tensors that a pointer takes. Unsigned
@@ -359,11 +361,19 @@ def cuda_runtime() -> Any:
 
 @functools.cache
 def has_cupy() -> bool:
-    """Return whether CuPy can be imported."""
+    """Return whether CuPy can be imported.
+
+    Raises:
+        ValueError: It can, but loads no kernels.
+    """
     try:
-        return bool(cuda_runtime())
+        cuda_runtime()
     except ImportError:
         return False
+    remedy = f"{INSTALL_CUPY}, update the NVIDIA driver, or uninstall CuPy"
+    with refused(ValueError, "CuPy cannot load kernels", remedy):
+        _compiled(torch._C._cuda_getDevice(), "rows.cu", "move_records")
+    return True
 
 
 def blocks_for(threads: int, per_processor: int = 8) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from w2v.rows.file import NPY_TYPES, RowFile
-from w2v.rows.launch import cuda_runtime
+from w2v.rows.launch import INSTALL_CUPY, cuda_runtime
 from w2v.system.process import on_threads
 from w2v.system.random import mix, shift_right, splitmix64
 
@@ -382,8 +382,8 @@ def pin(memory: np.ndarray) -> None:
         # torch's binding would leave the error of a failure behind for the next kernel.
         runtime = cuda_runtime()
     except ImportError:
-        install = "install cupy-cuda12x or cupy-cuda13x"
-        raise ValueError(f"storage='pinned' needs CuPy, which is not there; {install}") from None
+        missing = "storage='pinned' needs CuPy, which is not there"
+        raise ValueError(f"{missing}; {INSTALL_CUPY}") from None
     try:
         runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
     except runtime.CUDARuntimeError as error:

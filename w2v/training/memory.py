@@ -20,7 +20,7 @@ import torch
 
 from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.rows.launch import cuda_runtime
+from w2v.rows.launch import cuda_runtime, has_cupy
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import ALIGNMENT, CPU_ALIGNMENT, pinning_is_limited, record_width
 from w2v.system.files import one_line
@@ -121,7 +121,7 @@ class Machine:
             kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             gpu = torch.cuda.get_device_name()
             gpu_free = (torch.cuda.mem_get_info()[0] + kept) // -(-share // gpus)
-            with contextlib.suppress(ImportError):
+            if has_cupy():
                 version = cuda_runtime().runtimeGetVersion()
                 cupy = f"{version // 1000}.{version % 1000 // 10}"
         lockable = lockable_bytes()
@@ -138,11 +138,6 @@ class Machine:
             host_free_bytes=free_host_bytes() / share,
             lockable_bytes=lockable / share,
         )
-
-    @property
-    def install_cupy(self) -> str:
-        """The command that installs the CuPy for torch's CUDA version."""
-        return f"pip install 'cupy-cuda{self.cuda_torch.split('.')[0]}x'"
 
     def __str__(self) -> str:
         host = f"{self.cores} core{'s' * (self.cores > 1)}, {format_bytes(self.host_bytes)}"

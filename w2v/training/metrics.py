@@ -26,9 +26,10 @@ AXES = {"step", "words", "seconds", "epoch"}  # values that say where a point is
 
 
 class Total:
-    """Sum of numbers that stay on the device, 8 bytes each, until they are read.
+    """Sum of numbers that stay on the device until they are read.
 
-    They are added one by one in float64, so that sums do not depend on when.
+    Each takes 8 bytes there. They are added one by one in float64, so that sums do not depend on
+    when they are read.
     """
 
     def __init__(self, start: float = 0):
@@ -44,7 +45,7 @@ class Total:
             self._numbers = []
 
     def read(self, line: float = 0) -> float:
-        """Add new numbers to the sum; return `line` plus these. Waits for the device."""
+        """Add new numbers to the sum; return `line` plus these; waits."""
         waiting = self._stacks + [number[None] for number in self._numbers]
         if waiting:
             for number in torch.cat(waiting).tolist():

@@ -19,6 +19,7 @@ import w2v
 from w2v.config import Config, ConfigError, flat_config
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
+from w2v.rows.launch import INSTALL_CUPY
 from w2v.rows.moves import MOST_ROWS
 from w2v.rows.optim import RowOptimizer
 from w2v.system.process import cores, git_commit
@@ -256,7 +257,7 @@ def choose_engine(plan: Plan) -> tuple[str, str]:
         return "resident", "the CPU computes where the tables are"
     if wanted == "mapped" and not machine.cuda_cupy:
         missing = "transfer.engine=mapped needs CuPy, which cannot be imported"
-        raise ConfigError(f"{missing}; {machine.install_cupy}, or set transfer.engine=staged")
+        raise ConfigError(f"{missing}; {INSTALL_CUPY}, or set transfer.engine=staged")
     if folder and wanted in ("mapped", "resident"):
         remedy = "set transfer.engine=staged or transfer.table_dir="
         raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
@@ -297,11 +298,11 @@ def warn_of_machine(plan: Plan) -> None:
         return
     if not machine.cuda_cupy:
         missing = "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped"
-        log.warning(f"{missing} can be used; {machine.install_cupy}")
+        log.warning(f"{missing} can be used; {INSTALL_CUPY}")
         return
     if machine.cuda_cupy.split(".")[0] != machine.cuda_torch.split(".")[0]:
         differ = f"torch is built for CUDA {machine.cuda_torch}, CuPy for {machine.cuda_cupy}"
-        log.warning(f"{differ}: kernels may fail to load; {machine.install_cupy} instead")
+        log.warning(f"{differ}: kernels may fail to load; {INSTALL_CUPY} instead")
     if plan.engine == "staged" and transfer.engine != "staged" and not transfer.table_dir:
         raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
         log.warning(f"{plan.reason} ({raise_limit}): using transfer.engine=staged, which is slower")

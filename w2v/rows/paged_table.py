@@ -8,6 +8,7 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -289,17 +290,19 @@ class PagedTable:
             if records_UR is not None and page.version != self.version:
                 records_UR = None  # the table has changed since
             page.records = None  # a step that fails half-way is repeated on the rows of the table
+            self.drop_weights()
             store.table.begin_step()
-            counts = {}
-            if len(rows_U) > STEP_ROWS:  # the parts of a step count as one
-                counts = {name: store.table.scalars[name].clone() for name in self._layout.scalars}
-            for rows_u, grad_uD, records_uR in _in_parts(rows_U, grad_UD, records_UR):
-                for name, value in counts.items():
-                    store.table.scalars[name].copy_(value)
-                if records_uR is None:
-                    records_uR = store.group.read(rows_u)
-                optimizer.step_rows(store.table, records_uR, grad_uD, None, lr)
-                store.group.write(store, rows_u, records_uR)
+            with _repeatable([self]) as set_back:
+                for rows_u, grad_uD, records_uR in _in_parts(rows_U, grad_UD, records_UR):
+                    set_back()  # the parts of a step count as one
+                    if records_uR is None:
+                        records_uR = store.group.read(rows_u)
+                    optimizer.step_rows(store.table, records_uR, grad_uD, None, lr)
+                    store.group.write(store, rows_u, records_uR)
+                    if len(rows_u) < len(rows_U):  # the others are left, should they fail
+                        rows_U, grad_UD = rows_U[len(rows_u) :], grad_UD[len(rows_u) :]
+                        self.page = RowPage(store, None, rows_U=rows_U)
+                        self.parameter.grad_UD = grad_UD
             drop_pages([self])
 
     def check_gradient(self) -> None:
@@ -630,6 +633,23 @@ def _in_parts(
     return zip(rows, grads, records_UR.split(STEP_ROWS), strict=True)
 
 
+@contextlib.contextmanager
+def _repeatable(tables: Iterable[PagedTable]) -> Iterator[Callable[[], None]]:
+    """Yield a function that sets the counts of steps back; an error calls it."""
+    scalars = [its.store.table.scalars[name] for its in tables for name in its._layout.scalars]
+    before = [value.clone() for value in scalars]
+
+    def set_back() -> None:
+        for value, copied in zip(scalars, before, strict=True):
+            value.copy_(copied)
+
+    try:
+        yield set_back
+    except BaseException:
+        set_back()
+        raise
+
+
 def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> None:
     """Step rows by fused kernels: one launch for the tables of a look-up."""
     by_look_up: dict[LookUp | PagedTable, list[tuple[PagedTable, RowPage, Tensor]]] = {}
@@ -643,7 +663,7 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
     for key, its_tables in by_look_up.items():
         first, _, _ = its_tables[0]
         group = first.store.group
-        with group.lock:
+        with group.lock, _repeatable(table for table, _, _ in its_tables):
             counts, seeds = [], []
             whole: LookUp | None = None  # whose gradients are all that there are
             if isinstance(key, LookUp) and len(its_tables) == len(key.spans):

@@ -28,6 +28,7 @@ from tests.support.torch_kernels import use_torch_kernels
 from w2v import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.rows.checkpoint import Checkpoints
 from w2v.rows.embedding import announced
+from w2v.rows.lookup import Readback
 from w2v.rows.moves import TorchPlanner
 from w2v.rows.table import normal
 
@@ -590,12 +591,23 @@ def test_what_is_no_table_is_refused(tmp_path):
         PagedOptimizer([{"params": table}, {"params": nn.Sequential(table)}], "SGD", lr=0.1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name, words", [("Adam", "device='cpu' .*; leave it out"), ("NAdam", "no kernel for this")]
 )
 def test_fused_steps_that_do_not_exist_are_refused(tmp_path, name, words):
     with pytest.raises(ValueError, match=f"fused=True .*{words}"):
         PagedOptimizer(embedding(tmp_path), name, lr=0.1, fused=True)
+
+
+def test_a_look_up_without_memory_raises_one_error(monkeypatch):
+    others = []
+    monkeypatch.setattr("sys.unraisablehook", others.append)
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError) as found:
+        Readback(ROWS)
+    del found
+    gc.collect()
+    assert not others
 
 
 @pytest.mark.parametrize("settings", [{"init": normal(DIM + 1, 1.0, 1)}, {"device": "gpu"}])

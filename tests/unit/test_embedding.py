@@ -383,6 +383,8 @@ def test_a_checkpoint_has_what_schedulers_change(tmp_path):
     first[1].save(tmp_path / "saved", step=np.int64(2))
     resumed = made()
     assert resumed[1].load(tmp_path / "saved") == 2
+    (saved,), (loaded,) = (run[1].param_groups for run in (first, resumed))
+    assert all(loaded[name] == saved[name] for name in saved.keys() - {"params"})
     resumed[2].load_state_dict(first[2].state_dict())
     for run in (first, resumed):
         train(*run, list(batches())[2:])

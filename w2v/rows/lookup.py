@@ -512,20 +512,23 @@ class Readback:
     """
 
     _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event, Any]]]] = {}
+    _pool: list[Any] | None = None  # where memory goes; None until there is some
 
     def __init__(self, count: int, read: Any = ()):  # other memory, kept until it was read
-        self._pool = self._free.setdefault(count, [])
+        pool = self._free.setdefault(count, [])
         try:
-            self.numbers, self._event, self._read = self._pool.pop()
-            if self._read is not None:
+            self.numbers, self._event, unread = pool.pop()
+            if unread is not None:
                 self._event.synchronize()  # the last kernel may still use the memory
         except IndexError:
             self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
         self._read = read
+        self._pool = pool
 
     def __del__(self) -> None:
-        self._pool.append((self.numbers, self._event, self._read))
+        if self._pool is not None:
+            self._pool.append((self.numbers, self._event, self._read))
 
     def launched(self) -> None:
         """Note that the kernel was launched on the current stream."""

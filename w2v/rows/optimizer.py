@@ -391,6 +391,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             # Earlier versions have saved the rates alone, and a run of `w2v train` has neither.
             groups = saved.state.get("groups", [{"lr": lr} for lr in saved.state.get("lr", [])])
             groups, step = [{**group} for group in groups], operator.index(saved.state["step"])
+            for group in groups:
+                if "betas" in group:  # JSON has no tuples
+                    group["betas"] = tuple(group["betas"])
         if len(groups) != len(self.param_groups):
             counts = f"{len(groups)} groups of tables, and the optimizer {len(self.param_groups)}"
             raise ValueError(f"{folder} has {counts}; make it with the same groups")

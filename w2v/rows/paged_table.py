@@ -204,8 +204,11 @@ class PagedTable:
         return self.fused and not has_rules and self.vector_dtype == torch.float32
 
     @torch.no_grad()
-    def read(self, page: RowPage) -> tuple[RowPage, Tensor]:
-        """Read rows; return the page with them, and its weights [U, D]."""
+    def read(self, page: RowPage, is_used: bool = True) -> tuple[RowPage, Tensor]:
+        """Read rows; return the page with them, and its weights [U, D].
+
+        Norms are limited in the table too, if a forward pass uses the rows.
+        """
         store, rows_U = self.store, page.rows()
         records_UR = store.group.read(rows_U)
         weight_UD = records_UR[:, store.table.columns["weight"]]
@@ -218,8 +221,9 @@ class PagedTable:
                 every_U = torch.arange(len(rows_U), device=rows_U.device)
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)
-            store.group.write(store, rows_U, records_UR)
-            count_changes([self])
+            if is_used:
+                store.group.write(store, rows_U, records_UR)
+                count_changes([self])
         if not self.fused:
             page = RowPage(store, page.found, page.index, rows_U)
             page.records, page.version = records_UR, self.version

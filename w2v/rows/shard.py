@@ -98,7 +98,7 @@ class RoutedLookUp(LookUp):
         weights = []
         for index, (table, page) in enumerate(zip(self.tables, self.owned, strict=True)):
             if table.store.group is self.group:
-                self.owned[index], weight_LD = table.read(page)
+                self.owned[index], weight_LD = table.read(page, is_used=False)
             else:  # it has left the others, and its ids are looked up anew
                 weight_LD = table.parameter.new_zeros(len(page.rows()), table.embedding_dim)
             weights.append(weight_LD)
@@ -109,6 +109,8 @@ class RoutedLookUp(LookUp):
             if page.index not in self.unused:  # other uses of the same ids borrow anew
                 borrow(self.batch or [self])
             self.unused.remove(page.index)
+            if (table := self.tables[page.index]).max_norm is not None:
+                self.owned[page.index], _ = table.read(self.owned[page.index])
 
     def weights(self) -> tuple[ops.View, Tensor | None]:
         return ops.View(self.weights_UD, None), None

@@ -178,8 +178,13 @@ def test_optimizers_that_were_made_before_are_refused(make):
 def test_settings_of_the_tables_are_passed_on(tmp_path):
     model = nn.Sequential(nn.Embedding(ROWS, DIM, dtype=torch.float64))
     expected = model[0].weight.detach().clone()
-    w2v.page(model, 1, gpu_bytes=0, storage="mmap", path=tmp_path / "rows")
-    assert torch.equal(model[0].weight, expected) and model[0].storage == "mmap"
+    settings = {"gpu_bytes": 0, "storage": "mmap", "path": tmp_path / "rows"}
+    with pytest.raises(ValueError, match="path=.*rows is one file, and 2 tables would be paged; r"):
+        w2v.page(nn.Sequential(nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM)), 1, **settings)
+    model.append(nn.Embedding(ROWS, DIM))
+    model[1].weight = model[0].weight  # one table
+    w2v.page(model, 1, **settings)
+    assert torch.equal(model[0].weight, expected) and model[1].storage == "mmap"
 
 
 class Own(nn.Embedding):

@@ -506,6 +506,9 @@ def page(
         most = max((module.num_embeddings for module in found), default=0)
         reason = f"this model has no embedding of {min_rows:,} rows in it (the largest: {most:,})"
         raise ValueError(f"{reason}; give min_rows, and the module around the embeddings")
+    if settings.get("path") and (tables := len({module.weight for module in large})) > 1:
+        one = f"path={settings['path']} is one file, and {tables} tables would be paged"
+        raise ValueError(f"{one}; raise min_rows, or make each PagedEmbedding with its path")
     settings = {"storage": "pinned" if torch.cuda.is_available() else "cpu"} | settings
     weights: dict[nn.Parameter, nn.Parameter] = {}
 

@@ -5,6 +5,7 @@ import gzip
 import lzma
 import os
 import pickle
+import struct
 import sys
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from hypothesis.extra.numpy import arrays
 
 from tests.support.each_case import each_case
 from tests.support.planted import kv_of
-from w2v.vectors import export, load
+from w2v.system import resources
+from w2v.vectors import export, fasttext, load
 from w2v.vectors.load import VectorsError
 from w2v.vectors.runs import RunError
 
@@ -320,10 +322,26 @@ def test_vectors_of_gensim_3_are_loaded(tmp_path, monkeypatch):
     assert words.index_to_key == ["the", "paris"] and np.array_equal(words.vectors, np.eye(2))
 
 
-def test_a_packed_kv_is_loaded(tmp_path):
+def test_packed_files_are_read_while_memory_is_left(tmp_path, monkeypatch):
     kv = kv_of(["the", "paris"], np.eye(2))
     kv.save(str(tmp_path / "x.kv.gz"))
     assert np.array_equal(load.load_words(tmp_path / "x.kv.gz").vectors, kv.vectors)
+    settings = fasttext.SETTINGS.pack(2, *[1] * 6, fasttext.SKIPGRAM, 0, 0, 0, 1, 0.1)
+    sizes = fasttext.SIZES.pack(1 << 30, 1 << 30, 0, 1, -1)
+    head = fasttext.MAGIC + struct.pack("<i", fasttext.VERSION) + settings + sizes
+    bombs = {
+        "ft.bin.gz": head + (b"a\0" + fasttext.COUNT.pack(1, 0)) * (1 << 19),
+        "bomb.kv.gz": b"\x80\4" + bytes(1 << 23),
+        "bomb.vec.gz": b"9999999 2\n" + b"a 0 0\n" * (1 << 19),
+        "words.vec.gz": b"9999999 2\n" + b"%s 0 0\n" % bytes(b"a" * (1 << 21)) * 5,
+        "bomb.bin.gz": b"9999999 2\n" + b"a 12345678" * (1 << 19),
+    }
+    for name, content in bombs.items():
+        (tmp_path / name).write_bytes(gzip.compress(content, 1))
+        left = iter([1 << 30] * 3 + [5 << 20])
+        monkeypatch.setattr(resources, "free_host_bytes", lambda left=left: next(left))
+        with pytest.raises(VectorsError, match=f"{name} .*does not fit into memory, .* 5 MiB are"):
+            load.load_words(tmp_path / name)
 
 
 @pytest.mark.parametrize("sep_limit", [5, 10**9])

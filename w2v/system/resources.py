@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED = 1 << 60  # a limit of this many bytes or more is none
+LEAST_FREE = 1 << 28  # bytes
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -27,6 +28,12 @@ def free_host_bytes(root: Path = Path("/")) -> int:
         used_pages = int((root / "proc/self/statm").read_text().split()[0])
         free.append(limit - used_pages * resource.getpagesize())
     return max(0, min(free))
+
+
+def require_memory() -> None:
+    """Raise `MemoryError` if little is left, while a file is read."""
+    if (left := free_host_bytes()) < LEAST_FREE:
+        raise MemoryError(f"it does not fit into memory, where {format_bytes(left)} are left")
 
 
 def cpu_quota(root: Path = Path("/")) -> float:

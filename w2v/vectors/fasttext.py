@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
+from w2v.system.resources import require_memory
 from w2v.text.ngrams import hash_words
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def _entries(file: io.BufferedIOBase, size: int, labels: int) -> Iterator[tuple[
         while (end := block.find(b"\0", at)) < 0 or len(block) <= end + COUNT.size:
             if end < 0 and len(block) - at > MOST:
                 raise ValueError(f"a word has over {MOST:,} bytes")
+            require_memory()
             more = file.read(BLOCK_BYTES)
             if not more:
                 raise ValueError(f"it ends in word {number + 1:,}: more bytes should follow")
@@ -125,6 +127,7 @@ def _take(file: io.BufferedIOBase, size: int) -> bytearray:
     """Return the next bytes; memory grows as they are read."""
     found = bytearray()
     while len(found) < size:
+        require_memory()
         block = file.read(min(size - len(found), BLOCK_BYTES))
         if not block:
             raise ValueError(f"it ends where {size - len(found):,} more bytes should follow")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from w2v.system.files import one_line, refused
+from w2v.system.resources import require_memory
 from w2v.text.formats import packing_of, unpacked
 from w2v.vectors import fasttext, manifest, runs
 from w2v.vectors.fasttext import Ngrams
@@ -170,7 +171,12 @@ def _read(path: Path, file: io.BufferedIOBase) -> Words:
             raise VectorsError(f"{path} {problem}")
     if head.startswith(pickle.PROTO):
         file.seek(0)
-        return _read_kv(path, file.read())
+        content = io.BytesIO()
+        while block := file.read(BLOCK_BYTES):
+            require_memory()
+            content.write(block)
+        content.seek(0)
+        return _read_kv(path, content)
     if head.startswith(fasttext.MAGIC):
         file.seek(0)
         words, counts, ngrams = fasttext.read(file)
@@ -270,7 +276,10 @@ def _fill(path: Path, rows: Iterator[Row], dim: int, count: int | None, says: st
         if len(words) == count:
             log.warning(f"{path}: {says}, but there are more; they are not read")
             break
+        if len(word) > BLOCK_BYTES:
+            require_memory()
         if len(words) == len(vectors):
+            require_memory()
             vectors.resize((len(vectors) + len(vectors) // 16 + 1, dim), refcheck=False)
         try:
             if len(row) < dim:
@@ -297,9 +306,9 @@ def _fill(path: Path, rows: Iterator[Row], dim: int, count: int | None, says: st
     return _checked(path, words, vectors, {"count": np.arange(len(words), 0, -1)})
 
 
-def _read_kv(path: Path, content: bytes) -> Words:
+def _read_kv(path: Path, content: io.BytesIO) -> Words:
     """Read what KeyedVectors.save has written."""
-    decoder = Decoder(io.BytesIO(content))
+    decoder = Decoder(content)
     decoder.path = path
     made = decoder.load()
     if not isinstance(made, Made) or made.name not in KEYED_CLASSES:

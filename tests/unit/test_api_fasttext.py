@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gensim.models.fasttext import FastTextKeyedVectors, load_facebook_model, save_facebook_model
 
+from tests.support.each_case import each_case
 from w2v import FastText
 from w2v.config import ConfigError
 from w2v.vectors import load
@@ -23,12 +24,19 @@ def model():
     return FastText(TEXT, epochs=3, workers=1, **SMALL)
 
 
-def test_arguments_have_gensims_order_and_defaults():
+def test_arguments_have_gensims_order_defaults_and_limits():
     ours = inspect.signature(FastText.__init__).parameters
     theirs = inspect.signature(gensim.models.FastText.__init__).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
     differ = {name for name in theirs if ours[name].default != theirs[name].default}
     assert differ == {"alpha", "min_alpha", "workers"}
+    assert FastText(**SMALL | {"min_n": "4", "bucket": 1e2}).wv.min_n == 4
+    for name, value in (("bucket", -1), ("min_n", -1), ("max_n", 300), ("bucket", 2**31)):
+        with pytest.raises(ConfigError, match=f"^{name}={value} is out of range"):
+            FastText(**SMALL | {name: value})
+    for name, value in (("bucket", "many"), ("max_n", None)):
+        with pytest.raises(ConfigError, match=f"^{name}={value!r} is not such a number"):
+            FastText(**SMALL | {name: value})
 
 
 def test_unseen_forms_are_near_their_stem_and_words_may_be_numbers(model):
@@ -122,20 +130,21 @@ def test_models_of_gensim_train_on(tmp_path):
     assert not np.array_equal(ours.wv.vectors, before)
 
 
-def test_locks_of_gensim_and_arguments_out_of_range_are_refused(model):
-    model.wv.vectors_vocab_lockf = np.zeros(1, np.float32)
-    try:
-        with pytest.raises(ConfigError, match="vectors_vocab_lockf"):
-            model.train(TEXT, total_examples=len(TEXT), epochs=1)
-    finally:
-        model.wv.vectors_vocab_lockf = np.ones(1, np.float32)
-    assert FastText(**SMALL | {"min_n": "4", "bucket": 1e2}).wv.min_n == 4
-    for name, value in (("bucket", -1), ("min_n", -1), ("max_n", 300), ("bucket", 2**31)):
-        with pytest.raises(ConfigError, match=f"^{name}={value} is out of range"):
-            FastText(**SMALL | {name: value})
-    for name, value in (("bucket", "many"), ("max_n", None)):
-        with pytest.raises(ConfigError, match=f"^{name}={value!r} is not such a number"):
-            FastText(**SMALL | {name: value})
+@each_case("name, locks", [("vocab", [0, 1]), ("vocab", [1, 0]), ("ngrams", [0, 1, 1])])
+def test_vectors_of_words_or_ngrams_are_locked_as_in_gensim(name, locks):
+    """A lock of every second or third vector, as gensim repeats them."""
+    model = FastText(TEXT, **SMALL)
+    setattr(model.wv, f"vectors_{name}_lockf", np.array(locks, np.float32))
+    before = {part: getattr(model.wv, f"vectors_{part}").copy() for part in ("vocab", "ngrams")}
+    model.train(TEXT, total_examples=len(TEXT), epochs=1)
+    for part, vectors in before.items():
+        changed = (getattr(model.wv, f"vectors_{part}") != vectors).any(1)
+        is_free = np.resize(locks if part == name else [1], len(vectors)) != 0
+        assert changed.any() and not changed[~is_free].any()
+        assert part == "ngrams" or changed[is_free].all()
+    with pytest.raises(ConfigError, match=f"vectors_{name}_lockf has shape"):
+        setattr(model.wv, f"vectors_{name}_lockf", np.ones((2, 2)))
+        model.train(TEXT, total_examples=len(TEXT), epochs=1)
 
 
 @pytest.mark.gpu

@@ -456,7 +456,7 @@ def test_a_callback_locks_and_unlocks(reloaded, optimizer):
 @each_case("locks", [np.empty(0), np.ones((2, 2)), np.array([np.nan])])
 def test_lock_factors_that_mean_nothing_are_refused(reloaded, locks):
     reloaded.wv.vectors_lockf = locks
-    with pytest.raises(ValueError, match="vectors_lockf has .* for each of the 10 words, or one"):
+    with pytest.raises(ValueError, match="vectors_lockf has .* for each of its vectors, or one"):
         reloaded.train(sentences(), total_examples=400, epochs=1)
 
 

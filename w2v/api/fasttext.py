@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from gensim.models import fasttext
 
 from w2v.api.word2vec import Part, Word2Vec, _number
-from w2v.config import ConfigError, require
+from w2v.config import require
 from w2v.word2vec.step import TrainingStep
 
 
@@ -35,6 +34,7 @@ class FastText(Word2Vec, fasttext.FastText):
 
     GENSIMS = fasttext.FastText
     steps_at_centers = False
+    LOCKS = ("vectors_vocab_lockf", "vectors_ngrams_lockf")
 
     def __init__(
         self,
@@ -101,12 +101,6 @@ class FastText(Word2Vec, fasttext.FastText):
         if not buckets or max_n < max(1, min_n):
             return {}
         return {"subwords": True, "min_n": max(1, min_n), "max_n": max_n, "buckets": buckets}
-
-    def _lock_factors(self) -> np.ndarray:
-        for name in ("vectors_vocab_lockf", "vectors_ngrams_lockf"):
-            if not np.all(getattr(self.wv, name, 1) == 1):
-                raise ConfigError(f"wv.{name} cannot lock subwords here; leave it as it was")
-        return np.ones(self._trained_words, np.float32)
 
     def _parts(self, step: TrainingStep) -> list[Part]:
         inputs, *others = super()._parts(step)

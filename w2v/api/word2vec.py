@@ -100,6 +100,7 @@ class Word2Vec(word2vec.Word2Vec):
 
     loss_per_pair = math.nan  # mean over the positive pairs of the last epoch
     GENSIMS: type = word2vec.Word2Vec  # the class that this one replaces
+    LOCKS: tuple[str, ...] = ("vectors_lockf",)  # factors of updates in `wv`
     steps_at_centers = True  # whether plain SGD on a CPU makes a step at each center
     # State by optimizer and `Part`: row states [V, n] and scalars [].
     _states: dict[tuple[str, str], dict[str, np.ndarray]]
@@ -451,29 +452,36 @@ class Word2Vec(word2vec.Word2Vec):
             self._call(callbacks, "on_epoch_end")
         return trained
 
-    def _lock_factors(self) -> np.ndarray:
-        """Return the factor of each word's updates, from `wv.vectors_lockf`."""
-        # gensim's `reset_from` leaves none.
-        factors = np.asarray(getattr(self.wv, "vectors_lockf", [1]), np.float32)
-        if factors.ndim != 1 or not len(factors) or not np.isfinite(factors).all():
-            takes = f"give a finite number for each of the {len(self.wv)} words, or one for all"
-            raise ConfigError(f"wv.vectors_lockf has shape {factors.shape}; {takes}")
-        return np.resize(factors, self._trained_words)  # repeated, as gensim does
+    def _lock_factors(self) -> list[np.ndarray]:
+        """Return the factors of updates, which gensim repeats for all rows."""
+        found = []
+        for name in self.LOCKS:  # gensim's `reset_from` leaves none
+            factors = np.asarray(getattr(self.wv, name, [1]), np.float32)
+            if factors.ndim != 1 or not len(factors) or not np.isfinite(factors).all():
+                takes = "give a finite number for each of its vectors, or one for all"
+                raise ConfigError(f"wv.{name} has shape {factors.shape}; {takes}")
+            found.append(factors)
+        return found
 
     def _update_scaler(self, step: TrainingStep, kernels: str) -> Callable[[], object]:
         """Return a function that scales the last step's updates of words.
 
-        The factors are gensim's `wv.vectors_lockf`. Sequential SGD scales updates itself.
+        The factors are gensim's LOCKS. Sequential SGD scales updates itself.
         """
-        factors_V = self._lock_factors()
+        words, *of_buckets = self._lock_factors()
+        factors_V = np.resize(words, self._trained_words)
+        weight_VD = step.inputs["weight"]
+        if subwords := step.subwords:
+            factors_B = np.resize(of_buckets[0], len(self.wv.vectors_ngrams))
+            factors_V = np.concatenate([factors_V, factors_B[subwords.used_B]])
+            weight_VD = step.table["weight"][subwords.first :]
         scaled = np.flatnonzero(factors_V != 1)
         if kernels == "sequential":
             step.kernels.input_factors = factors_V  # type: ignore[attr-defined]
         if kernels == "sequential" or not len(scaled):
             return lambda: None
         if step.engine.moves_rows:
-            raise ConfigError(f"wv.vectors_lockf locks vectors that are paged; {RESIDENT}")
-        weight_VD = step.inputs["weight"]
+            raise ConfigError(f"wv.{self.LOCKS[0]} locks vectors that are paged; {RESIDENT}")
         rows_L = torch.from_numpy(scaled).to(weight_VD.device)
         factors_L1 = torch.from_numpy(factors_V[scaled, None]).to(weight_VD)
         before_LD = weight_VD[rows_L]  # the weights before the next step

@@ -367,6 +367,10 @@ def test_dry_run_prints_what_the_run_takes_and_leaves_nothing(tmp_path, capsys, 
     lines = capsys.readouterr().out.splitlines()
     for name in ("host", "disk", "saving", "time"):
         assert any(line.startswith(f"{name:9} ") for line in lines), lines
+    large = "optimizer.name=SGD", "optimizer.lr=1e38", "--dry-run"
+    status, error = run_main(train, *tiny_arguments(tmp_path), *large)
+    assert status == 2 and "training diverged at step" in error, error
+    assert "set a smaller optimizer.lr" in error
     assert not (tmp_path / "runs").exists()
 
 

@@ -533,7 +533,10 @@ class Trial(NamedTuple):
 
     @classmethod
     def of(cls, loop: TrainingLoop, raw_words: int, ranks: Ranks = SINGLE) -> Trial:
-        """Train for some seconds; the loop cannot be used afterwards."""
+        """Train for some seconds; the loop cannot be used afterwards.
+
+        Raises `Diverged` if the learning rate is too large for these already.
+        """
         ends = math.inf  # when the time is over
 
         def vote() -> Decision:
@@ -551,6 +554,7 @@ class Trial(NamedTuple):
                 ends = began + TRIAL_SECONDS
             if lockstep.decision().status:
                 break
+        loop.check_finite(lambda: "set a smaller optimizer.lr")
         words = loop.config.train.epochs * raw_words
         if steps <= TRIAL_WARMUP:
             return cls(words, steps, 0.0)

@@ -241,13 +241,17 @@ def test_a_kill_while_standard_input_is_read_leaves_nothing(tmp_path):
     assert process.returncode == -signal.SIGKILL and not os.listdir(tmp_path)
 
 
-def test_help_names_all_commands_and_the_version_is_the_packages(capsys):
+def test_help_names_all_commands_in_80_columns_and_the_version_is_the_packages(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["--help"]) == cli.main([]) == cli.main(["--version"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {name} " in printed for name in cli.COMMANDS)
     assert printed.endswith(f"w2v {w2v.__version__}\n")
     for name in cli.COMMANDS:
-        assert f"usage: w2v {name}" in cli.make_parser(name).format_help()
+        shown = cli.make_parser(name).format_help()
+        assert f"usage: w2v {name}" in shown
+        printed += shown
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 @each_case(

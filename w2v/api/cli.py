@@ -86,7 +86,7 @@ Train word vectors, and score, query, draw, export and compare them.
     w2v train my.txt
     w2v nn latest king queen
 
-exit status: 0 success, 2 an error, 3 too little memory or disk; \
+exit status: 0 success, 2 an error, 3 too little memory or disk;
 130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"""
 # What the words of a command are, and what its --to names.
 SETTINGS = {
@@ -134,7 +134,9 @@ def make_parser(name: str) -> Parser:
         add("run", metavar="RUN", help=run)
     if name in ("report", "runs", "clean"):
         runs = "a run folder, a folder of run folders, or latest"
-        nargs = {"report": "+"}.get(name, "*")
+        nargs = "*"
+        if name == "report":
+            nargs, runs = "+", f"{runs}; or a file of vectors"
         add("runs", nargs=nargs, default=[], metavar="RUN", help=runs)
     if name == "clean":
         caches = "also the word ids of texts, in this corpus.data_dir (default: data)"

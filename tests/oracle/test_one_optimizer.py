@@ -169,9 +169,10 @@ def test_groups_by_weight_decay_divide_tables_and_others():
     paged, torchs = models()
     made = []
     for model in (paged, torchs):
+        named = [*model.named_parameters()]
         groups = [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [(name, p) for name, p in named if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [(name, p) for name, p in named if p.dim() == 1], "weight_decay": 0.0},
         ]
         if model is paged:
             made.append((model, w2v.optimizer(groups, "AdamW", lr=0.1)))

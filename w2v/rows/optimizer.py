@@ -93,6 +93,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Step further tables: {"params": module, modules or weights, "lr": ...}."""
         given = param_group["params"]
         given = [given] if isinstance(given, (nn.Module, Tensor)) else list(given)
+        if given and isinstance(given[0], tuple):  # named_parameters()
+            given = [parameter for _, parameter in given]
         weights = paged_weights(given)
         others = dict.fromkeys(
             parameter

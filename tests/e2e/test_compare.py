@@ -126,7 +126,7 @@ def test_an_interrupted_comparison_is_continued_and_others_are_kept(tmp_path):
 
 @pytest.mark.parametrize(
     "second, key_words",
-    [("bad.yaml", "error: optimizer.name=Adafactor"), ("other/good.yaml", "other/good.yaml and ")],
+    [("bad.yaml", "error: optimizer.name=Adafactor"), ("other/good.yaml", "other/good.yaml have ")],
 )
 def test_configs_are_refused_before_training(common, tmp_path, capsys, second, key_words):
     (tmp_path / "other").mkdir()

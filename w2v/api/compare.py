@@ -36,7 +36,7 @@ from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import datasets, evaluate, export, runs
 from w2v.vectors import report as pages
-from w2v.vectors.datasets import ITEM_SCORES, PAIR_SETS, EvaluationError, Further, set_name
+from w2v.vectors.datasets import ITEM_SCORES, PAIR_SETS, EvaluationError, Further, by_name, set_name
 from w2v.vectors.runs import Comparison
 
 log = logging.getLogger("w2v")
@@ -249,16 +249,6 @@ def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the setting of each corpus by the suffix of its runs' names."""
     corpora = by_name(options.corpora).items()
     return {f"-{name}": [f"corpus.path={path}"] for name, path in corpora} or {"": []}
-
-
-def by_name(paths: Iterable[str]) -> dict[str, str]:
-    """Return paths by their short names, after which runs are named."""
-    named: dict[str, str] = {}
-    for path in paths:
-        if named.setdefault(set_name(path), path) != path:
-            called = f"{path} and {named[set_name(path)]} have the same name"
-            raise ConfigError(f"{called}; runs are named after it, so rename one")
-    return named
 
 
 def write(trained: Sequence[runs.Run], folder: Path) -> Comparison:

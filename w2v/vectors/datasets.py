@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from w2v.system.files import in_gensim, refused
 
@@ -29,12 +29,7 @@ class Further(NamedTuple):
     def check(self) -> None:
         """Raise `EvaluationError` at files that cannot be read or told apart."""
         for paths in (self.questions, [*PAIR_SETS, *self.pairs]):
-            named: dict[str, str | Path] = {}
-            for path in paths:
-                if other := named.get(set_name(path)):
-                    same = f"{other} and {path} have the same name"
-                    raise EvaluationError(f"{same}, by which scores are known; rename one")
-                named[set_name(path)] = path
+            by_name(paths)
         for path in self.questions:
             read_questions(path)
         for path in self.pairs:
@@ -48,6 +43,16 @@ class EvaluationError(ValueError):
 def set_name(path: str | Path) -> str:
     """Return the name of a data set: that of its file, without endings."""
     return Path(path).name.split(".")[0]
+
+
+def by_name(paths: Iterable[Any]) -> dict[str, Any]:
+    """Return paths by the names of their sets, which must differ."""
+    named: dict[str, Any] = {}
+    for path in paths:
+        if named.setdefault(set_name(path), path) != path:
+            same = f"{named[set_name(path)]} and {path} have the same name"
+            raise EvaluationError(f"{same}, by which results are known; rename one")
+    return named
 
 
 def title(name: str) -> str:

@@ -361,11 +361,7 @@ def cuda_runtime() -> Any:
 
 @functools.cache
 def has_cupy() -> bool:
-    """Return whether CuPy can be imported.
-
-    Raises:
-        ValueError: It can, but loads no kernels.
-    """
+    """Return whether there is CuPy; raise `ValueError` if it is broken."""
     try:
         cuda_runtime()
     except ImportError:

@@ -26,10 +26,9 @@ AXES = {"step", "words", "seconds", "epoch"}  # values that say where a point is
 
 
 class Total:
-    """Sum of numbers that stay on the device until they are read.
+    """Sum of numbers that wait on the device, 8 bytes each.
 
-    Each takes 8 bytes there. They are added one by one in float64, so that sums do not depend on
-    when they are read.
+    They are added one by one in float64, so that sums do not depend on when they are read.
     """
 
     def __init__(self, start: float = 0):

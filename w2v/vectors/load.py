@@ -276,10 +276,9 @@ def _fill(path: Path, rows: Iterator[Row], dim: int, count: int | None, says: st
         if len(words) == count:
             log.warning(f"{path}: {says}, but there are more; they are not read")
             break
-        if len(word) > BLOCK_BYTES:
+        if len(word) > BLOCK_BYTES or len(words) == len(vectors):
             require_memory()
         if len(words) == len(vectors):
-            require_memory()
             vectors.resize((len(vectors) + len(vectors) // 16 + 1, dim), refcheck=False)
         try:
             if len(row) < dim:

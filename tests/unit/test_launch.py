@@ -39,20 +39,16 @@ KERNELS = {
     for name in re.findall(rf"{launch.GLOBAL}(\w+)\(", launch.source_text(path.name))
 }
 # `cupy.cuda` needs what CuPy sets before it imports it. As compiled modules do, it does not wait.
-CUPY = """
-import time; time.sleep(0.3); version = 13; import cupy.cuda
-def RawModule(**given): raise RuntimeError("No such file:\\n\\n libnvrtc.so.13")
-"""
+CUPY = "import time; time.sleep(0.3); version = 13; import cupy.cuda"
+NVRTC = 'def getVersion(): raise RuntimeError("No such file:\\n\\n libnvrtc.so.13")'
 CUDA = "import sys, types; runtime = types.SimpleNamespace(**vars(sys.modules['cupy']))"
 THREADS = """
 import importlib, threading, time
-import torch
 from w2v.rows.launch import cuda_runtime, has_cupy
 other = threading.Thread(target=importlib.import_module, args=["cupy"])
 other.start()
 time.sleep(0.1)
 print(cuda_runtime().version)
-torch._C._cuda_getDevice = lambda: 0
 try:
     has_cupy()
 except ValueError as error:
@@ -60,15 +56,17 @@ except ValueError as error:
 """
 
 
-def test_cupy_that_a_thread_imports_is_waited_for_and_must_load_kernels(tmp_path):
+def test_cupy_that_a_thread_imports_is_waited_for_and_must_compile(tmp_path):
     (tmp_path / "cupy/cuda").mkdir(parents=True)
+    (tmp_path / "cupy_backends/cuda/libs").mkdir(parents=True)
+    (tmp_path / "cupy_backends/cuda/libs/nvrtc.py").write_text(NVRTC)
     (tmp_path / "cupy/__init__.py").write_text(CUPY)
     (tmp_path / "cupy/cuda/__init__.py").write_text(CUDA)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{THREADS}"
     done = run_python(code)
     version, refusal = done.stdout.splitlines()
     assert (version, done.stderr) == ("13", "")
-    broken = "CuPy cannot load kernels (RuntimeError: No such file: libnvrtc.so.13);"
+    broken = "CuPy cannot compile (RuntimeError: No such file: libnvrtc.so.13);"
     assert refusal.startswith(f"{broken} {launch.INSTALL_CUPY}, ")
 
 

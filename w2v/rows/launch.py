@@ -366,9 +366,10 @@ def has_cupy() -> bool:
         cuda_runtime()
     except ImportError:
         return False
-    remedy = f"{INSTALL_CUPY}, update the NVIDIA driver, or uninstall CuPy"
-    with refused(ValueError, "CuPy cannot load kernels", remedy):
-        _compiled(torch._C._cuda_getDevice(), "rows.cu", "move_records")
+    with refused(ValueError, "CuPy cannot compile", f"{INSTALL_CUPY}, or uninstall CuPy"):
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
     return True
 
 

@@ -207,7 +207,7 @@ def _read_glove(path: Path, head: bytes, file: io.BufferedIOBase) -> Words:
     found = Counter(_numbers_of_lines(head))
     dim = max(found, key=lambda numbers: (found[numbers], -numbers), default=0)
     if not dim and (NO_TEXT.search(head) or not head):
-        raise ValueError("it is neither gensim's KeyedVectors nor word2vec's or GloVe's format")
+        raise ValueError("it is of no format of gensim, word2vec, GloVe or fastText since 0.1")
     if not dim:
         problem = "is text, not vectors: its lines do not end in numbers"
         raise VectorsError(f"{path} {problem}; to train on it: w2v train {quote(str(path))}")

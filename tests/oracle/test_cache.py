@@ -19,7 +19,7 @@ from w2v.rows.cache import RowCache
 from w2v.rows.moves import AGE, HIGHEST_LIMIT, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.table import Table
 from w2v.word2vec.batch import Lookahead
-from w2v.word2vec.reference import ReferenceKernels, unique_rows
+from w2v.word2vec.reference import ReferenceKernels
 
 ROWS, DIM = 24, 3
 STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "2000"))
@@ -57,9 +57,9 @@ class WholeNumberKernels(ReferenceKernels):
         marks_A[batch.rows.to(marks_A.device)] = True
 
     def unique_rows(self, batch):
-        rows_U = batch.rows.to(self.shape.device)
-        is_row_U = torch.ones_like(rows_U, dtype=torch.bool)
-        return self._zero_grads(*unique_rows(rows_U, is_row_U, self.shape.rows))
+        marks_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
+        self.mark(batch, marks_A)
+        return self._zero_grads(marks_A)
 
     def gradients(self, batch, view, grads, lr):
         rows = grads.rows

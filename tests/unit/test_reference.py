@@ -229,11 +229,8 @@ def test_nodes_of_paths_are_targets_with_labels(tree):
 
 
 def test_unique_rows_are_those_of_counted_pairs():
-    ids, mask = (
-        torch.tensor([[9, 1], [7, 7], [3, 9]]),
-        torch.tensor([[1, 0], [0, 0], [1, 1]]).bool(),
-    )
-    rows_U, index_A = unique_rows(ids, mask, 10)
+    marks_A = torch.zeros(10, dtype=torch.bool).index_fill_(0, torch.tensor([9, 3]), True)
+    rows_U, index_A = unique_rows(marks_A)
     assert rows_U.tolist() == [3, 9]
     assert index_A.tolist() == [-1, -1, -1, 0, -1, -1, -1, -1, -1, 1]
     kernels = ReferenceKernels(StepShape(WORDS, DIM, torch.float32, CPU))

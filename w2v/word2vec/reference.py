@@ -166,14 +166,20 @@ def expand(batch: Batch) -> Pairs:
     return Pairs(contexts_BC, context_mask_BC, 2 * targets_BT + 1, counts_BT, labels_BT)
 
 
-def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sorted unique ids under the mask, and each row's index.
+def mark_pairs(pairs: Pairs, rows: int) -> Tensor:
+    """Return whether each of so many rows takes part in a pair: bool [A]."""
+    marks_A = torch.zeros(rows + 1, dtype=torch.bool, device=pairs.contexts_BC.device)
+    for ids, mask in pairs[:2], pairs[2:4]:  # contexts, targets
+        # Other ids mark one more row, which is cut off: to select ids would wait for their number.
+        marks_A.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)
+    return marks_A[:rows]
 
-    The index, int32 [A], is the row's place among them, or -1. All ids are below `rows`.
+
+def unique_rows(marks_A: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the marked rows, and each row's place among them.
+
+    The places are int32 [A], -1 for other rows.
     """
-    marks_A = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
-    # Other ids mark one more row, which is cut off: to select ids would wait for their number.
-    marks_A = marks_A.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)[:rows]
     index_A = torch.cumsum(marks_A, 0, dtype=torch.int32) - 1
     return torch.nonzero(marks_A).flatten(), torch.where(marks_A, index_A, -1)
 
@@ -279,11 +285,11 @@ class ReferenceKernels(Kernels):
         self._grad_dtype = torch.promote_types(shape.dtype, torch.float32)
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        marks_A.index_fill_(0, self._unique(expand(batch))[0], True)
+        marks_A |= mark_pairs(expand(batch), len(marks_A))
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)
-        return self._zero_grads(*self._unique(pairs))._replace(expanded=pairs)
+        return self._zero_grads(mark_pairs(pairs, self.shape.rows))._replace(expanded=pairs)
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
         rows, loss, pairs, expanded = grads
@@ -324,15 +330,9 @@ class ReferenceKernels(Kernels):
         view.records_SR.index_copy_(0, slots_U, kept_UR)
         state.rows_updated += rows_U.shape[0]
 
-    def _unique(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return the `unique_rows` of a batch."""
-        ids = torch.cat([pairs.contexts_BC.flatten(), pairs.targets_BT.flatten()])
-        mask = torch.cat([pairs.context_mask_BC.flatten(), pairs.target_mask_BT.flatten()])
-        return unique_rows(ids, mask, self.shape.rows)
-
-    def _zero_grads(self, rows_U: Tensor, index_A: Tensor) -> Grads:
-        """Return zero gradients of `unique_rows`."""
-        shape = self.shape
+    def _zero_grads(self, marks_A: Tensor) -> Grads:
+        """Return zero gradients of marked rows."""
+        shape, (rows_U, index_A) = self.shape, unique_rows(marks_A)
         size = len(rows_U), shape.dim
         grad_UD = torch.zeros(size, dtype=self._grad_dtype, device=shape.device)
         pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None

@@ -178,8 +178,7 @@ class SubwordKernels(Kernels):
         rows = grads.rows
         is_used_A = _index(rows) >= 0
         self.subwords.mark(is_used_A)
-        all_A = torch.arange(len(is_used_A), device=is_used_A.device)
-        rows_U, index_A = unique_rows(all_A, is_used_A, len(is_used_A))
+        rows_U, index_A = unique_rows(is_used_A)
         grad_UD = rows.grad_UD.new_zeros(len(rows_U), self.shape.dim)
         pairs_U = None if rows.pairs_U is None else rows.pairs_U.new_zeros(len(rows_U))
         return grads._replace(rows=RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None))

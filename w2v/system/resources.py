@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED = 1 << 60  # a limit of this many bytes or more is none
-LEAST_FREE = 1 << 28  # bytes
+LEAST_FREE = 1 << 26  # bytes, while a file is read
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -31,7 +31,7 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def require_memory() -> None:
-    """Raise `MemoryError` if little is left, while a file is read."""
+    """Raise `MemoryError` if less than LEAST_FREE is left."""
     if (left := free_host_bytes()) < LEAST_FREE:
         raise MemoryError(f"it does not fit into memory, where {format_bytes(left)} are left")
 

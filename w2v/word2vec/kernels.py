@@ -59,7 +59,7 @@ class Kernels(Protocol):
         pairs_M: how many pairs each gradient sums, int32, where they are counted.
         """
         own = requested.own
-        if self.plans_rows or own.narrow_N is None or own.row_count is None:
+        if self.plans_rows or own.row_count is None:
             rows_U = own.wait().int()
             # `unique_rows` would wait for a number on the device.
             count = None if self.plans_rows else torch.full((), len(rows_U), device=rows_U.device)

@@ -134,8 +134,10 @@ def make_parser(name: str) -> Parser:
         add("run", metavar="RUN", help=run)
     if name in ("report", "runs", "clean"):
         runs = "a run folder, a folder of run folders, or latest"
-        more = {"report": "; or a file of vectors"}.get(name, "")
-        add("runs", nargs="+" if more else "*", default=[], metavar="RUN", help=runs + more)
+        nargs = "*"
+        if name == "report":
+            nargs, runs = "+", f"{runs}; or a file of vectors"
+        add("runs", nargs=nargs, default=[], metavar="RUN", help=runs)
     if name == "clean":
         caches = "also the word ids of texts, in this corpus.data_dir (default: data)"
         add("--caches", nargs="?", const="data", metavar="FOLDER", help=caches)

@@ -49,8 +49,8 @@ class Moved(NamedTuple):
     @classmethod
     def by(cls, step: TrainingStep) -> Moved:
         """Return the counters of a training step."""
-        used, read, written, _ = step.engine.stats
-        return cls(used, read, written, int(step.state.rows_updated), step.exchange.bytes_sent)
+        moved = step.engine.stats
+        return cls(*moved, int(step.state.rows_updated), step.exchange.bytes_sent)
 
 
 class Steps:

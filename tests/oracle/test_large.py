@@ -83,7 +83,8 @@ def test_rows_are_cached_and_evicted():
         marks_A.zero_()
         marks_A[rows.cuda() + FIRST] = True
         engine.prefetch(WantedRows(marks_A))
-        view = engine.view()
+        engine.wait()
+        view = engine.view
         slots = view.slots(rows.cuda() + FIRST)
         assert torch.equal(view.records_SR[slots].cpu(), expected[rows])
         view.records_SR[slots] *= 2

@@ -16,7 +16,7 @@ from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Thre
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
 from w2v.word2vec.exchange import Exchange, RankExchange
 from w2v.word2vec.huffman import make_tree
-from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
+from w2v.word2vec.peers import PeerExchange, PeerMemory
 from w2v.word2vec.reference import ReferenceKernels, expand
 from w2v.word2vec.sampler import Sampler, TrainingText
 from w2v.word2vec.step import TrainingStep
@@ -58,9 +58,7 @@ def make_step(
     table = make_table(optimizer, rows, dim, storage, dtype, ranks, folder)
     device = torch.device(device)
     shape = StepShape(rows, dim, dtype, device, config.occurrence_cap > 0, ranks.size)
-    if peers:
-        kernels = CudaPeerKernels(shape, 2 * rows, steps_per_page, engine != "resident")
-    elif kernels == "reference":
+    if kernels == "reference":
         kernels = ReferenceKernels(shape, product)
     elif kernels == "cuda" and not optimizer.formula:
         kernels = TorchStepKernels(shape)
@@ -73,7 +71,7 @@ def make_step(
     if peers:
         memory = PeerMemory(ranks)
         assert not memory.obstacle(device)
-        exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.view())
+        exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.view, 2 * rows)
     elif ranks is not SINGLE:
         exchange = RankExchange(kernels, steps_per_page, state, ranks, table)
     return TrainingStep(table, kernels, engine, exchange, optimizer, state, planning)

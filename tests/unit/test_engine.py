@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from w2v.rows.cache import Engine, RowCache
-from w2v.rows.link import measure_copy_rate
+from w2v.rows.link import Waits, measure_copy_rate
 from w2v.rows.moves import WantedRows
 from w2v.rows.table import RowState, Table
 
@@ -43,8 +43,8 @@ def test_pages_bring_and_write_back_exactly_the_marked_rows(place):
         if view:  # the current page is computed while the next one is prefetched
             view.records_SR[view.slots(rows_U.to(device))] *= 2
             expected_AR[rows_U] *= 2
-        view = engine.view()
-        assert engine.view() is view
+        engine.wait()
+        view = engine.view
         rows_U = torch.nonzero(marks_A).flatten()
         found_UR = view.records_SR[view.slots(rows_U.to(device))]
         assert torch.equal(found_UR.cpu(), expected_AR[rows_U])
@@ -60,10 +60,10 @@ def test_the_view_of_a_resident_table_is_the_table_itself(device):
     engine = Engine(table)
     engine.prefetch(WantedRows(random_marks(1).to(device)))
     rows_U = torch.tensor([3, 5], device=device)
-    assert engine.view().records_SR is table.records_VR
-    assert engine.view().slots(rows_U) is rows_U
+    assert engine.view.records_SR is table.records_VR
+    assert engine.view.slots(rows_U) is rows_U
     engine.flush()
-    assert engine.stats == (0, 0, 0, 0.0) and not engine.moves_rows
+    assert engine.stats == (0, 0, 0) and not engine.moves_rows
 
 
 @GPU
@@ -75,13 +75,14 @@ def test_wait_is_as_long_as_the_moves_take():
 
     def waits_of_pages():
         """Return the waits for half of the rows, again, and for the others."""
-        engine, seconds = RowCache(table, rows, device), []
+        engine, waits, seconds = RowCache(table, rows, device), Waits(), []
         for is_wanted_A in (every_A < 1, every_A < rows, every_A < rows, every_A >= rows):
-            before = engine.stats.wait_seconds
+            before = waits.seconds
             engine.prefetch(WantedRows(is_wanted_A))
-            engine.view()
+            with waits.counted(device):
+                engine.wait()
             torch.cuda.synchronize()
-            seconds.append(engine.stats.wait_seconds - before)
+            seconds.append(waits.seconds - before)
         return seconds[1:]
 
     waits_of_pages()  # kernels are compiled

@@ -25,7 +25,7 @@ from w2v.word2vec import cuda
 from w2v.word2vec.batch import BatchSeed, Grads, Pool, RowGrads, StepShape, StepState, Update
 from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
 from w2v.word2vec.exchange import BatchRows
-from w2v.word2vec.peers import CudaPeerKernels
+from w2v.word2vec.peers import PeerExchange
 from w2v.word2vec.subwords import Subwords
 from w2v.word2vec.subwords_cuda import CudaSubwordKernels
 
@@ -211,31 +211,38 @@ def exchange_rows():
     kernels.optimizer_step(update, view, Grads(rows, loss, pairs), state)
 
 
-def read_peers(pages):
-    def make(shape):
-        return CudaPeerKernels(shape, ROWS, 2, pages)
+class OnePeer:
+    """Memory of two ranks, which are this one."""
 
-    kernels, update, view, state = make_step(make=make, ranks=2, occurrence_cap=5)
-    peer = kernels.shared(view)
-    addresses = [0 if part is None else part.data_ptr() for part in peer]
-    kernels.join(1, [addresses, addresses], view)
-    (slot,) = kernels.list_page([random_batch()])
-    kernels.mark_owned(torch.zeros(ROWS // 2, dtype=torch.bool))
-    grads = kernels.gradients(random_batch(), view, kernels.borrow(slot), update.lr)
-    kernels.optimizer_step(update, view, kernels.find_gradients(grads, state.fault), state)
+    rank = 1
+
+    def addresses(self, tensors):
+        return [[0 if each is None else each.data_ptr() for each in tensors]] * 2
+
+
+def read_peers(pages):
+    kernels, update, view, state = make_step(ranks=2, occurrence_cap=5)
+    if not pages:
+        view = view._replace(slot_of_A=None)
+    exchange = PeerExchange(kernels, 2, state, OnePeer(), view, ROWS)
+    (planned,) = exchange.plan([random_batch()])
+    exchange.mark([planned], torch.zeros(ROWS // 2, dtype=torch.bool))
+    grads, view = exchange.borrow(planned, view)
+    grads = kernels.gradients(planned.batch, view, grads, update.lr)
+    kernels.optimizer_step(update, view, exchange.reduce(grads), state)
+    assert exchange.bytes_sent == 0
 
 
 def cache_rows():
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1))
     table = make_table(optimizer, VECTORS, DIM)
-    marked = RowCache(table, 20, CPU, True, GpuPlanner)
+    marked = RowCache(table, 20, CPU, GpuPlanner)
     marked.prefetch(WantedRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
-    marked.view()
-    listed = RowCache(table, 20, CPU, False, GpuPlanner)
+    marked.wait()
+    listed = RowCache(table, 20, CPU, GpuPlanner)
     rows_U, row_count = torch.arange(5), torch.tensor([5, 0])
     listed.prefetch(WantedRows(None, None, [rows_U], [(rows_U, None), (rows_U, row_count)]))
     listed.wait()
-    listed.slots_of(rows_U)
     listed.flush()
 
 

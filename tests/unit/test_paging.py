@@ -117,7 +117,7 @@ def misses(text, lookahead, slots, pages):
     for batch in islice(batches, 2 * pages):
         soon_A = None if batch.lookahead is None else batch.lookahead.soon_A
         cache.prefetch(WantedRows(marks([batch]), soon_A))
-        cache.view()
+        cache.wait()
         read.append(cache.stats.rows_read)
     return read[-1] - read[pages]
 

@@ -23,10 +23,9 @@ from w2v.rows.optim import RowOptimizer
 from w2v.text.sources import CorpusError
 from w2v.text.vocab import Vocab
 from w2v.training import plan
-from w2v.training.build import build, make_kernels, make_paging, make_peer_kernels, make_text
+from w2v.training.build import build, make_kernels, make_paging, make_text, most_batch_rows
 from w2v.training.memory import Machine, Plan
 from w2v.training.plan import choose_device, choose_engine, choose_kernels, describe, make_plan
-from w2v.word2vec.batch import StepShape
 from w2v.word2vec.cpu import CpuKernels, SequentialSgdKernels
 from w2v.word2vec.reference import ReferenceKernels
 from w2v.word2vec.sampler import Sampler
@@ -594,8 +593,7 @@ def test_small_steps_take_few_threads(centers, threads, monkeypatch):
     assert made.threads == threads
 
 
-def test_lists_for_peers_have_room_for_the_pool_of_a_batch(monkeypatch):
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+def test_lists_for_peers_have_room_for_the_pool_of_a_batch():
     planned = SimpleNamespace(
         config=load_config(
             [], ["train.batch_size=40", "model.negative=9", "model.negative_pool=32"]
@@ -603,10 +601,8 @@ def test_lists_for_peers_have_room_for_the_pool_of_a_batch(monkeypatch):
         ranks=SimpleNamespace(size=2),
         words=1_000,
         vectors=1_000,
-        shape=StepShape(1_000, 8, torch.float32, CPU, world_size=2),
-        is_hosted=False,
     )
-    assert make_peer_kernels(planned, None, 1)._most == (20 + 2 * 5) + (20 + 32)
+    assert most_batch_rows(planned, None) == (20 + 2 * 5) + (20 + 32)
 
 
 def test_subwords_are_planned():

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from w2v.config import ConfigError
-from w2v.rows.link import Link, MappedLink, Waits, current_stream, link_between, on_stream
+from w2v.rows.link import Link, MappedLink, current_stream, link_between, on_stream
 from w2v.rows.moves import MOST_ROWS, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.ops import View
 from w2v.rows.table import Table
@@ -47,7 +47,6 @@ class TransferStats(NamedTuple):
     rows_used: int = 0  # unique rows of all pages
     rows_read: int = 0  # rows that were copied to the GPU
     rows_written: int = 0  # rows that were copied back
-    wait_seconds: float = 0.0  # for which the computation stood still until rows had moved
 
     @classmethod
     def sum(cls, stats: Iterable[TransferStats]) -> TransferStats:
@@ -59,10 +58,13 @@ class Engine:
     """Loads the rows of a table to the compute device, a page at a time.
 
     This one is for a table whose rows are all there, CPU or GPU: paging with nothing to move.
-    `moves_rows` says whether rows have to be prefetched at all.
 
     Args:
         device: If given, a copy of the records is there until `flush`.
+
+    Attributes:
+        moves_rows: Whether rows have to be prefetched at all.
+        view: Where records are; those of the page that was prefetched last, after `wait`.
     """
 
     moves_rows = False
@@ -74,7 +76,7 @@ class Engine:
         if device:
             assert table.rows <= MOST_ROWS
             self.records_SR = table.records_VR.to(device, copy=True)
-        self._view = View(self.records_SR, None)
+        self.view = View(self.records_SR, None)
 
     @property
     def stats(self) -> TransferStats:
@@ -86,14 +88,6 @@ class Engine:
 
     def wait(self) -> None:
         """Have the current stream wait for the rows that were prefetched last."""
-
-    def view(self) -> View:
-        """Return the records of the rows that were prefetched last, in place."""
-        return self._view
-
-    def slots_of(self, rows_U: Tensor) -> Tensor:
-        """Return the slots of rows, int32."""
-        return rows_U.int()
 
     def flush(self) -> None:
         """Return when the table holds all that was computed."""
@@ -108,8 +102,6 @@ class RowCache(Engine):
 
     Args:
         slots: Capacity of the cache in rows.
-        is_timed: Whether `stats` have the time of waits. It costs as much as two launches a page:
-            too much for pages of one batch.
         planner: By default the one that suits the link.
     """
 
@@ -120,7 +112,6 @@ class RowCache(Engine):
         table: Table,
         slots: int,
         device: torch.device,
-        is_timed: bool = True,
         planner: type[TorchPlanner] | type[GpuPlanner] | None = None,
     ):
         assert table.rows <= MOST_ROWS
@@ -132,8 +123,7 @@ class RowCache(Engine):
         if planner is None:
             planner = GpuPlanner if isinstance(self._link, MappedLink) else TorchPlanner
         self.planner = planner(slots, table.rows, device)
-        self._view = View(self.records_SR, self.planner.slot_of_A)
-        self._is_timed = is_timed
+        self.view = View(self.records_SR, self.planner.slot_of_A)
         self._plan = 0
         self._is_consistent = True  # no error came between a plan and its moves
         self._arrived_plan = 0  # the plan whose rows have arrived
@@ -143,19 +133,10 @@ class RowCache(Engine):
         self._planned = self._record()
         self._moved = [self._record(), self._record()]
         self._arrived = self._moved[0]
-        self._waits = Waits()
 
     @property
     def stats(self) -> TransferStats:
-        used, read, written = self.planner.counts()
-        return TransferStats(used, read, written, self._waits.seconds)
-
-    def view(self) -> View:
-        self.wait()
-        return self._view
-
-    def slots_of(self, rows_U: Tensor) -> Tensor:
-        return self.planner.slot_of_A.index_select(0, rows_U)
+        return TransferStats._make(self.planner.counts())
 
     def prefetch(self, page: WantedRows) -> None:
         """Plan on the current stream, and start the moves for the next page."""
@@ -173,12 +154,10 @@ class RowCache(Engine):
         self._is_consistent = True
 
     def wait(self) -> None:
-        # Only the first step of a page has to wait.
         self._require_consistent()
         if self._arrived_plan != self._plan:
-            with self._waits.counted(self.records_SR.device, self._is_timed):
-                self._finish_plan()
-                self._wait(self._arrived)
+            self._finish_plan()
+            self._wait(self._arrived)
             self._arrived_plan = self._plan
 
     def flush(self) -> None:
@@ -256,7 +235,6 @@ class CachedLink(Link):
         self._past = TransferStats()  # of caches before this one
         self._rows_used = 0
         self._current: PageLists = {}
-        self._slots: dict[int, Tensor] = {}  # of lists of the current page, by their `id`
         self._next: PageLists = {}  # prefetched, until it is the current page
         self._uncounted: set[int] = set()  # tables prefetched since a page was counted
         self._is_warned = False
@@ -265,8 +243,10 @@ class CachedLink(Link):
     @property
     def stats(self) -> TransferStats:
         """What has crossed the link so far."""
-        caches = [self._past, *([self._cache.stats] if self._cache else [])]
-        return TransferStats.sum(caches)._replace(rows_used=self._rows_used)
+        moved = self._past
+        if self._cache:
+            moved = TransferStats.sum([moved, self._cache.stats])
+        return moved._replace(rows_used=self._rows_used)
 
     def prefetch(
         self,
@@ -274,9 +254,7 @@ class CachedLink(Link):
         soon: Sequence[tuple[Tensor, Tensor | None]] = (),
         one_table: int | None = None,
     ) -> None:
-        """Prefetch the next page; the current one is valid until `make_current`.
-
-        If there is a next page already, both it and the current one are given up.
+        """Prefetch the next page; the one before, if any, becomes the current one.
 
         Args:
             lists: Its rows.
@@ -288,14 +266,13 @@ class CachedLink(Link):
             rows_U
             for rows_U in lists
             if 0 < rows_U.shape[0] <= self.slots
-            and _find(self._current, rows_U) is None
-            and _find(self._next, rows_U) is None
+            and not _has(self._current, rows_U)
+            and not _has(self._next, rows_U)
         ]
         if not lists:
             return
         cache = self._open_cache()
-        if self._next:  # a plan keeps the rows of the page before it, not of the one before that
-            self._current, self._slots, self._next = {}, {}, {}
+        self._begin_next()  # as a plan keeps only the rows of the page before it
         page = self._fitting(lists, one_table)
         # A page of several tables repeats lists of the page before. Uses are counted when a table
         # comes round again, so that each list counts once.
@@ -308,55 +285,38 @@ class CachedLink(Link):
         self._next = page  # after what may fail
         self._rows_used += sum(rows_U.shape[0] for rows_U in page[one_table])
 
-    def make_current(self, rows_U: Tensor) -> tuple[Tensor, int] | None:
-        """Make the page of these rows the current one.
+    def _begin_next(self) -> None:
+        """Make the page that was prefetched, if any, the current one."""
+        if self._next:
+            self._open_cache().wait()
+            self._current, self._next = self._next, {}
 
-        Returns the list of the page that has them, and where in it they begin. None for no rows, or
-        more than the capacity, for which the cache is emptied.
+    def view(self, rows_U: Tensor) -> View | None:
+        """Make the page of these rows the current one; return where it is.
+
+        Returns None for no rows, or more than the capacity, for which the cache is emptied.
         """
-        if not rows_U.shape[0]:
-            return None
-        if rows_U.shape[0] > self.slots:
+        count = rows_U.shape[0]
+        if count > self.slots:
             if not self._is_warned:
                 room = f"the GPU has room for {self.slots:,} rows, but a batch has"
                 remedy = "raise gpu_bytes; such batches are paged without the cache"
                 self._is_warned = True  # before, as warnings may be errors
-                warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
+                warnings.warn(f"{room} {count:,}; {remedy}", stacklevel=2)
             self.flush()
+        if not 0 < count <= self.slots:
             return None
-        found = _find(self._current, rows_U)
-        if found is None:
-            found = _find(self._next, rows_U) or (rows_U, 0)
+        if not _has(self._current, rows_U):
             self.prefetch([rows_U])
-            self._open_cache().wait()
-            self._current, self._next = self._next, {}
-            self._slots.clear()
-        return found
-
-    def view(self, rows_U: Tensor) -> View | None:
-        """Return the cache with these rows, or None as `make_current`."""
-        if self.make_current(rows_U) is None:
-            return None
-        return self._open_cache()._view  # not `view`, which waits for the next page
-
-    def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the cache's records and the slots of rows, int32, as `view`."""
-        if (found := self.make_current(rows_U)) is None:
-            return None
-        cache, (list_U, start) = self._open_cache(), found
-        if (slots_U := self._slots.get(id(list_U))) is None:
-            slots_U = self._slots[id(list_U)] = cache.slots_of(list_U)
-        if rows_U is not list_U:
-            slots_U = slots_U[start : start + rows_U.shape[0]]
-        return cache.records_SR, slots_U
+            self._begin_next()
+        return self._open_cache().view
 
     def read(
         self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         assert table_VR is self._table.records_VR and slots_U is None
-        if (located := self.locate(rows_U)) is not None:
-            cached_SR, places_U = located
-            torch.index_select(cached_SR, 0, places_U, out=records_SR)
+        if (view := self.view(rows_U)) is not None:
+            torch.index_select(view.records_SR, 0, view.slots(rows_U), out=records_SR)
         else:
             self._link.read(table_VR, rows_U, records_SR)
 
@@ -364,9 +324,8 @@ class CachedLink(Link):
         self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         assert table_VR is self._table.records_VR and slots_U is None
-        if (located := self.locate(rows_U)) is not None:
-            cached_SR, places_U = located
-            cached_SR.index_copy_(0, places_U.long(), records_SR)
+        if (view := self.view(rows_U)) is not None:
+            view.records_SR.index_copy_(0, view.slots(rows_U), records_SR)
         else:
             self._link.write(table_VR, rows_U, records_SR)
 
@@ -378,7 +337,7 @@ class CachedLink(Link):
                 self._at_end.detach()
             self._past = self.stats
             self._cache = None  # free before another cache is allocated
-            self._current, self._slots, self._next = {}, {}, {}
+            self._current, self._next = {}, {}
 
     def _open_cache(self) -> Engine:
         """Return the cache, a new one after `flush`."""
@@ -386,7 +345,7 @@ class CachedLink(Link):
             if self.slots == self._table.rows:
                 self._cache = Engine(self._table, self._device)
             else:
-                self._cache = RowCache(self._table, self.slots, self._device, is_timed=False)
+                self._cache = RowCache(self._table, self.slots, self._device)
             if self._table.storage == "mmap":  # the file outlives this link and the program
                 self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
         return self._cache
@@ -418,13 +377,7 @@ def _count_rows(page: PageLists) -> int:
     return sum(rows_U.shape[0] for rows_U in _lists(page))
 
 
-def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
-    """Return the list of a page that has these rows, and where they begin.
-
-    It is the same tensor, or they are a slice of it.
-    """
-    for list_U in _lists(page):
-        start = rows_U.data_ptr() - list_U.data_ptr()
-        if 0 <= start <= list_U.nbytes - rows_U.nbytes:
-            return list_U, start // rows_U.itemsize
-    return None
+def _has(page: PageLists, rows_U: Tensor) -> bool:
+    """Return whether a page has these rows: a list of it, or a slice of one."""
+    begin, size = rows_U.data_ptr(), rows_U.nbytes
+    return any(0 <= begin - list_U.data_ptr() <= list_U.nbytes - size for list_U in _lists(page))

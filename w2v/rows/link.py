@@ -187,9 +187,9 @@ class Waits:
         self._reusable: list[list[torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def counted(self, device: torch.device, is_timed: bool = True) -> Iterator[None]:
+    def counted(self, device: torch.device) -> Iterator[None]:
         """Count the time that a GPU's current stream takes for the block."""
-        if device.type == "cpu" or not is_timed:
+        if device.type == "cpu":
             yield
             return
         stream = current_stream()

@@ -390,17 +390,6 @@ def prefetch(
             cache.prefetch(lists, later, one_table)
 
 
-@outside_inference
-def make_current(look_up: LookUp) -> None:
-    """Make rows those of the current page of their group's cache."""
-    group = look_up.group
-    with group.lock:
-        rows_U = look_up.wait()
-        if look_up.layout is group.layout:
-            for cache in group.caches:
-                cache.make_current(rows_U)
-
-
 @functools.lru_cache(maxsize=64)
 def _spans_of(
     spans: Sequence[ops.Span], counts: Sequence[int], device: torch.device, _: torch.cuda.Stream

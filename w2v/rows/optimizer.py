@@ -266,13 +266,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         try:
             for number, window in enumerate(_windows(batches, ahead)):
                 begins_page = number % together == 0
-                if begins_page:
+                if begins_page:  # its rows, unless they are there, and those of the page after it
                     _prefetch(window, 0, together)
+                    _prefetch(window, together, together)
                 batch, pages, look_ups = window.popleft()
                 for look_up in look_ups:
-                    lookup.make_current(look_up.own)
-                if begins_page:  # the rows after this page's
-                    _prefetch(window, together - 1, together)
+                    look_up.wait()  # raises for wrong ids
                 for table, page in zip(tables, pages, strict=True):
                     table.announced = page
                     if begins_page:

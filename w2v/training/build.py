@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from w2v.word2vec.cuda import CudaKernels, TorchStepKernels
 from w2v.word2vec.exchange import Exchange, RankExchange
 from w2v.word2vec.heldout import HeldOut
 from w2v.word2vec.kernels import Kernels
-from w2v.word2vec.peers import CudaPeerKernels, PeerExchange, PeerMemory
+from w2v.word2vec.peers import PeerExchange, PeerMemory
 from w2v.word2vec.reference import ReferenceKernels
 from w2v.word2vec.sampler import Sampler, TrainingText, negative_distribution
 from w2v.word2vec.step import TrainingStep
@@ -65,18 +65,16 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
             words = paging.lookahead * chunk_words(plan.config.train.batch_size)
             pages += f", lookahead window of {words:,} words"
         log.info(pages)
-    kernels: Any  # those of peers where the exchange needs them
-    if peers := find_peers(plan):
-        kernels = make_peer_kernels(plan, text.tree, paging.steps)
-    else:
-        kernels = make_kernels(plan)
+    kernels = make_kernels(plan)
     sampler = make_sampler(plan, text, kernels, plan.ranks, paging.lookahead)
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
     engine = make_engine(plan, table)
     exchange = Exchange(kernels, paging.steps)
-    if peers:
-        exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view())
+    if peers := find_peers(plan):
+        assert isinstance(kernels, CudaKernels)
+        most = most_batch_rows(plan, text.tree)
+        exchange = PeerExchange(kernels, paging.steps, state, peers, engine.view, most)
     elif plan.ranks.size > 1:
         exchange = RankExchange(kernels, paging.steps, state, plan.ranks, table)
     how = plan.optimizer, state, planning, plan.subwords, plan.ranks
@@ -179,15 +177,14 @@ def find_peers(plan: Plan) -> PeerMemory | None:
     return peers
 
 
-def make_peer_kernels(plan: Plan, tree: Tree | None, steps: int) -> CudaPeerKernels:
-    """Return kernels that read the memory of all ranks' GPUs."""
+def most_batch_rows(plan: Plan, tree: Tree | None) -> int:
+    """Return the most rows that a rank's batch touches."""
     model = plan.config.model
     centers = -(-plan.config.train.batch_size // plan.ranks.size)
     depth = tree.depth if tree else 0
     negatives = model.distinct_negatives(centers)
     rows = max_rows(centers, negatives, model.window, depth, plan.words)
-    most = sum(min(plan.vectors, count) for count in rows)
-    return CudaPeerKernels(plan.shape, most, steps, plan.is_hosted)
+    return sum(min(plan.vectors, count) for count in rows)
 
 
 def make_kernels(plan: Plan) -> Kernels:

@@ -351,16 +351,15 @@ class Trainer:
 
     def _row_counts(self) -> list[int]:
         """Return rows used, read, written and updated, resumed runs included."""
-        stats = self._step.engine.stats
-        counts = [*stats[:3], int(self._step.state.rows_updated)]
+        counts = [*self._step.engine.stats, int(self._step.state.rows_updated)]
         return [before + count for before, count in zip(self._rows_before, counts, strict=True)]
 
     def _link_use(self) -> LinkUse:
         """Return the bytes that have crossed the link, and the waits."""
-        stats = self._step.engine.stats
+        _, read, written = self._step.engine.stats
         table = self._step.inputs
-        rows = stats.rows_read + stats.rows_written
-        return LinkUse(rows * table.width * table.dtype.itemsize, stats.wait_seconds)
+        record_bytes = table.width * table.dtype.itemsize
+        return LinkUse((read + written) * record_bytes, self._step.waits.seconds)
 
     def _accuracy(self) -> float:
         """Return the share of correct analogies, on rank 0; 0 on the others."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,9 +145,6 @@ class CudaKernels(Kernels):
         self._borrowed = c_struct("gradients.cu", "Borrowed")(begin=0, me=0)
         self._places = no_places()
         self._rows: RowGrads | None = None
-        # The planning stream, which lists rows, must not share zeros with the steps.
-        self._listed: RowGrads | None = None
-        self._listed_counts = zeros_by_step(shape.device, torch.int64)
         self._losses = zeros_by_step(shape.device, torch.float64)
         self._pairs = zeros_by_step(shape.device, torch.int64)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
@@ -165,17 +163,9 @@ class CudaKernels(Kernels):
         self._stepped: tuple = ()
 
     def list_rows(self, batch: Batch) -> Tensor:
-        shape = self.shape
-        self._read(batch)
-        self._listed = with_room(self._listed, self._most_rows, shape.rows, shape, dim=0)
-        count = next(self._listed_counts)
-        index_A, listed_X = self._listed[:2]
-        assert index_A is not None and listed_X is not None
-        self._list_unique(self._listed._replace(row_count=count))
-        is_row_X = torch.arange(len(listed_X), device=shape.device) < count
-        rows_X = torch.where(is_row_X, listed_X, -1).long()
-        index_A.index_fill_(0, rows_X.clamp(min=0), -1)
-        return rows_X
+        marks_A = self.marks(batch)
+        # `nonzero` would wait for their number.
+        return torch.nonzero_static(marks_A, size=self._most_rows, fill_value=-1).flatten()
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
         self._read(batch)
@@ -288,8 +278,17 @@ class CudaKernels(Kernels):
             CBOW=int(cbow),
         ).bind(view=self._view, rows=self._grad_rows, borrowed=self._borrowed, **read)
 
-    def _list_unique(self, rows: RowGrads) -> None:
+    def read_peers(self, ranks: int, places: Any, borrowed: Any) -> None:
+        """Have launches read other ranks' rows: structs Places, Borrowed."""
+        self._peers, self._places, self._borrowed = ranks, places, borrowed
+
+    def list_unique(self, batch: Batch, rows: RowGrads) -> None:
         """List the batch's unique rows, where indices are -1 and the count 0."""
+        self._read(batch)
+        assert self._most_rows <= rows.grad_UD.shape[0], "a larger batch than planned"
+        self._list_unique(rows)
+
+    def _list_unique(self, rows: RowGrads) -> None:
         self._listed_rows.set(rows)
         self._launch_list(self._list_blocks)
 

@@ -29,9 +29,13 @@ class Kernels(Protocol):
 
     def list_rows(self, batch: Batch) -> Tensor:
         """Return the batch's unique rows, int64; -1 in the rest of a buffer."""
+        return self.marks(batch).nonzero().flatten()
+
+    def marks(self, batch: Batch) -> Tensor:
+        """Return whether the batch touches each row, as `mark`: bool [A]."""
         marks_A = torch.zeros(self.shape.rows, dtype=torch.bool, device=self.shape.device)
         self.mark(batch, marks_A)
-        return marks_A.nonzero().flatten()
+        return marks_A
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
         """Set the marks, bool [A], of the rows that the batch touches.

@@ -19,7 +19,7 @@ import ctypes
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from w2v.distributed.ranks import Ranks
 from w2v.rows.launch import ELEMENTS, Kernel, blocks_for, c_struct, cuda_runtime, kernel
 from w2v.rows.ops import View
 from w2v.system.files import one_line
-from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState
+from w2v.word2vec.batch import Batch, Grads, RowGrads, StepState, zeros_by_step
 from w2v.word2vec.cuda import CudaKernels, with_room
 from w2v.word2vec.exchange import Exchange, PlannedBatch
 
@@ -37,142 +37,105 @@ from w2v.word2vec.exchange import Exchange, PlannedBatch
 class PeerExchange(Exchange):
     """Exchange of ranks on GPUs of one host.
 
-    What it knows of a batch's rows is a slot of `CudaPeerKernels`.
+    The CPU never knows how many rows a batch has: what it knows of them is the slot of their list.
     """
 
-    kernels: CudaPeerKernels
+    kernels: CudaKernels
     state: StepState  # its fault is shared with the other ranks
     memory: InitVar[PeerMemory]
-    view: InitVar[View]  # the records of all pages
+    view: InitVar[View]  # this rank's records, of all pages
+    most: int  # rows that a batch touches
 
     def __post_init__(self, memory: PeerMemory, view: View) -> None:
-        addresses = memory.addresses(self.kernels.shared(view))
-        self.kernels.join(memory.rank, addresses, view)
-
-    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
-        return list(map(PlannedBatch, page, self.kernels.list_page(page)))
-
-    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
-        self.kernels.mark_owned(marks_A)
-
-    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
-        return self.kernels.borrow(planned.rows), view
-
-    def reduce(self, grads: Grads) -> Grads:
-        return self.kernels.find_gradients(grads, self.state.fault)
-
-    @property
-    def bytes_sent(self) -> int:
-        # A weight comes for each gradient that goes.
-        shape = self.kernels.shape
-        return int(self.kernels.rows_borrowed) * shape.dim * (shape.dtype.itemsize + 4)
-
-
-class CudaPeerKernels(CudaKernels):
-    """Kernels of a rank on whose GPU the memory of the others is mapped.
-
-    The CPU never knows how many rows a batch has.
-
-    Args:
-        shape: Shape of the whole tables.
-        most: The most rows that a batch touches.
-        batches: Those of a page, at most.
-        pages: Whether rows are paged.
-    """
-
-    def __init__(self, shape: StepShape, most: int, batches: int, pages: bool):
-        super().__init__(shape)
+        shape, most = self.kernels.shape, self.most
         size, device = shape.world_size, shape.device
-        self._buffers = with_room(None, most, shape.rows, shape)
-        self._most = most
         # While a page is listed, lists of the two pages before it may be read; and the count of the
         # list after the last becomes 0.
-        slots = 3 * batches + 1
-        self._row_lists = torch.empty(slots, most, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(slots, dtype=torch.int64, device=device)
+        slots = 3 * self.batches_per_page + 1
+        rows = torch.empty(slots, most, dtype=torch.int32, device=device)
+        counts = torch.zeros(slots, dtype=torch.int64, device=device)
+        buffers = with_room(None, most, shape.rows, shape)
         self._lists = [
-            self._buffers._replace(rows_U=self._row_lists[slot], row_count=self._counts[slot])
-            for slot in range(slots)
+            buffers._replace(rows_U=rows[slot], row_count=counts[slot]) for slot in range(slots)
         ]
-        self._facts = torch.zeros(3, dtype=torch.int64, device=device)
-        self._flags = torch.zeros(2, size, dtype=torch.int32, device=device)
         self._marks: Tensor | None = None
-        if pages:
+        if view.slot_of_A is not None:  # rows are paged
             marks = 2, size, shape.shard_rows
             self._marks = torch.zeros(marks, dtype=torch.bool, device=device)
+        self._shared = c_struct("unique.cuh", "Peer")(
+            records=view.records_SR,
+            slot_of=view.slot_of_A,
+            grads=buffers.grad_UD,
+            pairs=buffers.pairs_U,
+            rows=rows,
+            counts=counts,
+            facts=torch.zeros(3, dtype=torch.int64, device=device),
+            flags=torch.zeros(2, size, dtype=torch.int32, device=device),
+            marks=self._marks,
+        )
+        self._rank = memory.rank
+        self._peers_N = torch.tensor(memory.addresses(self._shared), device=device)
         # Of the batch at hand: gradients, weights of other ranks' rows, and where a row has both.
         number_A = torch.empty(shape.rows, dtype=torch.int32, device=device)
-        grad_UD, pairs_U = self._buffers.grad_UD, self._buffers.pairs_U
-        self._weights = grad_UD.to(shape.dtype, copy=True)
-        self._grads = RowGrads(number_A, None, grad_UD, pairs_U, None)
+        weight_UD = buffers.grad_UD.to(shape.dtype, copy=True)
+        self._grads = RowGrads(number_A, None, buffers.grad_UD, buffers.pairs_U, None)
         # This rank's rows that any rank touches, and where each rank has their gradients.
         room = min(shape.shard_rows, size * most)
         self._owned = with_room(None, room, shape.shard_rows, shape, dim=0)
-        places = torch.full((size, room), -1, dtype=torch.int32, device=device)
-        self._own_places = places, room
-        self.rows_borrowed = torch.zeros((), dtype=torch.int64, device=device)  # so far
+        own_places = torch.full((size, room), -1, dtype=torch.int32, device=device)
+        places = c_struct("unique.cuh", "Places")(peers=self._peers_N, places=own_places, room=room)
+        self._bind(view, weight_UD, places)
+        self._losses = zeros_by_step(device, torch.float64)
+        self._pairs = zeros_by_step(device, torch.int64)
         self._lists_made = self._pages = self._meetings = 0  # so far
 
-    def shared(self, view: View) -> Sequence[Tensor | None]:
-        """Return struct Peer of this rank, whose records are in the view."""
-        return c_struct("unique.cuh", "Peer")(
-            records=view.records_SR,
-            slot_of=view.slot_of_A,
-            grads=self._buffers.grad_UD,
-            pairs=self._buffers.pairs_U,
-            rows=self._row_lists,
-            counts=self._counts,
-            facts=self._facts,
-            flags=self._flags,
-            marks=self._marks,
-        )
-
-    def join(self, rank: int, addresses: list[list[int]], view: View) -> None:
-        """Begin to work with the other ranks.
-
-        Args:
-            rank: This one.
-            addresses: Of the tensors of each rank's `shared`; 0 for None.
-            view: This rank's records.
-        """
-        shape = self.shape
-        self._rank, self._peers = rank, shape.world_size
-        self._peers_N = torch.tensor(addresses, device=shape.device)
-        places, room = self._own_places
-        self._places = c_struct("unique.cuh", "Places")(
-            peers=self._peers_N, places=places, room=room
-        )
-        begin = self._weights.data_ptr() - view.records_SR.data_ptr()
-        self._borrowed = c_struct("gradients.cu", "Borrowed")(
-            begin=begin // self._weights.element_size(), me=rank
-        )
+    def _bind(self, view: View, weight_UD: Tensor, places: Any) -> None:
+        """Bind what all launches share; `weight_UD` is for borrowed rows."""
+        shape, rank, lists = self.kernels.shape, self._rank, self._lists
+        begin = (weight_UD.data_ptr() - view.records_SR.data_ptr()) // weight_UD.element_size()
+        borrowed = c_struct("gradients.cu", "Borrowed")(begin=begin, me=rank)
+        self.kernels.read_peers(shape.world_size, places, borrowed)
+        self._rows_borrowed = torch.zeros((), dtype=torch.int64, device=shape.device)  # so far
         self._borrow = self._kernel("borrow_from_peers").bind(
             index=self._grads.index_A,
-            weights=self._weights,
+            weights=weight_UD,
             row_width=view.records_SR.shape[1],
             dim=shape.dim,
             own=self._owned,
-            borrowed=self.rows_borrowed,
-            places=self._places,
+            borrowed=self._rows_borrowed,
+            places=places,
             me=rank,
-            most=self._most,
+            most=self.most,
         )
-        self._mark_listed = self._kernel("mark_listed").bind(
-            rows=self._listed_rows, rows_each=shape.shard_rows
-        )
+        mark, following = self._kernel("mark_listed"), [*lists[1:], lists[0]]
+        self._mark_listed = [
+            mark.bind(rows=rows, rows_each=shape.shard_rows, next_count=later.row_count)
+            for rows, later in zip(lists, following, strict=True)
+        ]
         self._meet_to_step = self._kernel("meet_to_step").bind(peers=self._peers_N, me=rank)
-        self._mark_blocks, self._borrow_blocks = blocks_for(self._most), blocks_for(4 * self._most)
+        self._mark_blocks, self._borrow_blocks = blocks_for(self.most), blocks_for(4 * self.most)
 
-    def list_page(self, page: Sequence[Batch]) -> list[int]:
-        """List the unique rows of a page's batches; return the slot of each."""
+    def _kernel(self, name: str) -> Kernel:
+        shape = self.kernels.shape
+        element, wide = ELEMENTS[shape.dtype], 1 if shape.dim % 4 else 4
+        return kernel("peers.cu", name, RANKS=shape.world_size, ELEMENT=element, WIDE=wide)
+
+    def plan(self, page: Sequence[Batch]) -> list[PlannedBatch]:
         self._pages += 1
         marks_NA = None
         if self._marks is not None:
             marks_NA = self._marks[self._pages % 2].zero_()
-        return [self._list(batch, marks_NA) for batch in page]
+        return [PlannedBatch(batch, self._list(batch, marks_NA)) for batch in page]
 
-    def mark_owned(self, marks_A: Tensor) -> None:
-        """Mark the rows of this rank that any rank has listed for the page."""
+    def _list(self, batch: Batch, marks_NA: Tensor | None) -> int:
+        """List the unique rows of a batch; return the slot of the list."""
+        slot = self._lists_made % len(self._lists)
+        self._lists_made += 1
+        self.kernels.list_unique(batch, self._lists[slot])
+        self._mark_listed[slot](self._mark_blocks, marks=marks_NA)
+        return slot
+
+    def mark(self, page: list[PlannedBatch], marks_A: Tensor) -> None:
         # One block waits for the other ranks. More could fill this GPU and hold up its steps, for
         # which the others wait.
         self._kernel("meet_to_plan")(1, peers=self._peers_N, me=self._rank, turn=self._pages)
@@ -181,44 +144,30 @@ class CudaPeerKernels(CudaKernels):
             peers=self._peers_N,
             me=self._rank,
             page=self._pages % 2,
-            rows_each=self.shape.shard_rows,
+            rows_each=self.kernels.shape.shard_rows,
             rows=marks_A.shape[0],
             marks=marks_A,
         )
 
-    def borrow(self, slot: int) -> Grads:
-        """Read weights from the owners; return zero gradients of the rows.
-
-        Waits until all ranks have stepped their rows. Also lists the rows of this rank that any
-        rank's batch touches.
-        """
+    def borrow(self, planned: PlannedBatch, view: View) -> tuple[Grads, View]:
+        # Waits until all ranks have stepped their rows. Also lists the rows of this rank that any
+        # rank's batch touches.
         self._meetings += 1
-        self._borrow(self._borrow_blocks, slot=slot, turn=self._meetings)
-        return Grads(self._grads, next(self._losses), next(self._pairs))
+        self._borrow(self._borrow_blocks, slot=planned.rows, turn=self._meetings)
+        return Grads(self._grads, next(self._losses), next(self._pairs)), view
 
-    def find_gradients(self, grads: Grads, fault: Tensor) -> Grads:
-        """Return the rows of this rank, once all ranks have their gradients.
-
-        `optimizer_step` reads those. Loss, pairs and fault become those of all ranks.
-        """
+    def reduce(self, grads: Grads) -> Grads:
+        # Gradients stay where they are, for `optimizer_step` to read.
         self._meetings += 1
+        fault = self.state.fault
         self._meet_to_step(1, fault=fault, loss=grads.loss, pairs=grads.pairs, turn=self._meetings)
         return grads._replace(rows=self._owned)
 
-    def _kernel(self, name: str) -> Kernel:
-        shape = self.shape
-        element, wide = ELEMENTS[shape.dtype], 1 if shape.dim % 4 else 4
-        return kernel("peers.cu", name, RANKS=shape.world_size, ELEMENT=element, WIDE=wide)
-
-    def _list(self, batch: Batch, marks_NA: Tensor | None) -> int:
-        self._read(batch)
-        assert self._most_rows <= self._most, "a larger batch than planned"
-        slot = self._lists_made % len(self._lists)
-        self._lists_made += 1
-        self._list_unique(self._lists[slot])
-        following = self._lists[self._lists_made % len(self._lists)]
-        self._mark_listed(self._mark_blocks, next_count=following.row_count, marks=marks_NA)
-        return slot
+    @property
+    def bytes_sent(self) -> int:
+        # A weight comes for each gradient that goes.
+        shape = self.kernels.shape
+        return int(self._rows_borrowed) * shape.dim * (shape.dtype.itemsize + 4)
 
 
 class PeerMemory:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.cache import Engine
-from w2v.rows.link import current_stream, on_stream
+from w2v.rows.link import Waits, current_stream, on_stream
 from w2v.rows.moves import WantedRows
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table
@@ -63,6 +63,7 @@ class TrainingStep:
         # The planning stream reuses the memory of a tensor as soon as Python frees it, even while a
         # step reads it. So three pages are kept: planned, computing, and the one before.
         self._kept: deque[list[PlannedBatch]] = deque(maxlen=3)
+        self.waits = Waits()  # until the rows of a page had moved
         if self.planning:
             torch.cuda.reset_peak_memory_stats(self.state.device)
 
@@ -77,7 +78,7 @@ class TrainingStep:
         self.state.step += 1
         # Find the batch's rows, unless that was done when its page was planned. Get their weights,
         # some of them from other ranks, and a zero gradient for each.
-        own = self.engine.view()
+        own = self.engine.view
         grads, view = self.exchange.borrow(planned, own)
         # Add loss and gradients.
         grads = self.kernels.gradients(batch, view, grads, lr)
@@ -93,6 +94,9 @@ class TrainingStep:
         pages = self.exchange.pages(batches)
         # A GPU still computes the steps of a page while the next one is planned.
         while planned := self._next_page(pages):
+            if self.engine.moves_rows:
+                with self.waits.counted(self.state.device):
+                    self.engine.wait()
             yield from planned
 
     def flush(self) -> None:

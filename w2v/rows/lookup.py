@@ -462,15 +462,16 @@ def _checked(given: Ids) -> Tensor:
 
 def readable(ids: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """Return ids as `ops.find_rows` reads them on this GPU."""
-    first = ids[0]
-    is_near = first.device == device or all(map(_is_pinned, ids))
+    first, *others = ids
+    is_pinned = not first.is_cuda and _is_pinned(first)
+    is_near = first.device == device or (is_pinned and all(map(_is_pinned, others)))
     if is_near and first.is_contiguous() and ops.are_spaced(ids):
         return ids
     flat = [values.flatten() for values in ids]
     if all(values.is_cuda for values in flat):
         return [torch.cat(flat).to(device)]
     # The others are most likely as the first: a wrong guess only waits.
-    if not any(values.is_cuda for values in flat) and not _is_pinned(flat[0]):
+    if not is_pinned and not any(values.is_cuda for values in flat):
         return [torch.cat(flat).pin_memory()]  # one copy in place of many
     ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
     torch._foreach_copy_(ids_N.split([*map(len, flat)]), flat, non_blocking=True)

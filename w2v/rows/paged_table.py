@@ -298,7 +298,6 @@ class PagedTable:
             store.table.begin_step()
             with _repeatable([self]) as set_back:
                 for rows_u, grad_uD, records_uR in _in_parts(rows_U, grad_UD, records_UR):
-                    set_back()  # the parts of a step count as one
                     if records_uR is None:
                         records_uR = store.group.read(rows_u)
                     optimizer.step_rows(store.table, records_uR, grad_uD, None, lr)
@@ -307,6 +306,7 @@ class PagedTable:
                         rows_U, grad_UD = rows_U[len(rows_u) :], grad_UD[len(rows_u) :]
                         self.page = RowPage(store, None, rows_U=rows_U)
                         self.parameter.grad_UD = grad_UD
+                        set_back()  # the parts of a step count as one
             drop_pages([self])
 
     def check_gradient(self) -> None:

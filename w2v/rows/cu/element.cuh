@@ -42,8 +42,10 @@ struct View {
     Element* records_SR;
     OPTIONAL const int* slot_of_A;  // null if row r is record r
 
+    __device__ long long slot(long long row) const { return slot_of_A ? slot_of_A[row] : row; }
+
     __device__ Element* record(long long row, long long row_width) const {
-        return records_SR + (slot_of_A ? slot_of_A[row] : row) * row_width;
+        return records_SR + slot(row) * row_width;
     }
 };
 

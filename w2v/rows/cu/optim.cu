@@ -114,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
     if (blockIdx.x + threadIdx.x == 0) *stepped += count;
     for (long long n = warp_id(); n < count; n += stride) {
         const int row = rows.rows_U ? rows.rows_U[n] : n;
-        const int slot = view.slot_of_A ? view.slot_of_A[row] : row;
-        Element* record = view.records_SR + slot * row_width;
+        Element* record = view.record(row, row_width);
         Bias bias;
         bias.step = table_step;
         if (step_column >= 0) bias.step = Pack<1>::load(record, step_column).at[0] + 1;

@@ -50,8 +50,7 @@ __device__ long long record_at(
     const Borrowed& borrowed) {
     if (RANKS > 1 && owner_of(row, RANKS) != borrowed.me)
         return borrowed.begin + (long long)rows.index_A[row] * DIM;
-    const int own = RANKS > 1 ? row_of_owner(row, RANKS) : row;
-    return (view.slot_of_A ? view.slot_of_A[own] : own) * row_width;
+    return view.slot(RANKS > 1 ? row_of_owner(row, RANKS) : row) * row_width;
 }
 
 // Sum COUNT numbers over the warp; lane l returns the sum of number l / (32 / COUNT). Each exchange

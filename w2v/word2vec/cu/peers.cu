@@ -16,10 +16,10 @@ __device__ void each_rank(Visit visit) {
 
 // Copy the weight of a row, the first `dim` elements of its record, to weights[n], by one warp.
 __device__ void copy_weight(
-    const void* records, const int* slot, long long row, long long row_width, int dim,
-    Element* weights, long long n) {
+    const View& view, long long row, long long row_width, int dim, Element* weights,
+    long long n) {
     typedef Pack<WIDE>::Stored Vector;
-    const Element* record = (const Element*)records + (slot ? slot[row] : row) * row_width;
+    const Element* record = view.record(row, row_width);
     for (int i = lane_id(); i < dim / WIDE; i += 32)
         ((Vector*)(weights + n * dim))[i] = ((const Vector*)record)[i];
 }
@@ -101,8 +101,8 @@ extern "C" __global__ void borrow_from_peers(
             const int source = __ffs(left) - 1, its = __shfl_sync(ALL, row, source);
             const Peer& owner = peers[owner_of(its, RANKS)];
             copy_weight(
-                owner.records, owner.slot_of, row_of_owner(its, RANKS), row_width, dim, weights,
-                part * TOGETHER + source);
+                {(Element*)owner.records, owner.slot_of}, row_of_owner(its, RANKS), row_width, dim,
+                weights, part * TOGETHER + source);
         }
     });
     for (int rank = 0; rank < RANKS; rank++)

@@ -59,9 +59,7 @@ __device__ void each_place(
 // Write the mean of each word's rows to its input row.
 extern "C" __global__ void compose(
     View view, RowGrads rows, int row_width, Subwords subwords) {
-    const auto slot_of = [&](int row) {
-        return (long long)(view.slot_of_A ? view.slot_of_A[row] : row);
-    };
+    const auto slot_of = [&](int row) { return view.slot(row); };
     each_warp(*rows.row_count, [&](long long u) {
         const int row = rows.rows_U[u], lane = lane_id();
         if (!subwords.has_word(row)) return;
@@ -73,7 +71,7 @@ extern "C" __global__ void compose(
         });
         mean.scale(1.0f / subwords.count(row / 2));
         // Half of a unit of the 16 bits that are cut off, so that bfloat16 is rounded.
-        mean.store(view.records_SR + slot_of(row) * row_width, lane, 0x8000800080008000);
+        mean.store(view.record(row, row_width), lane, 0x8000800080008000);
     });
 }
 

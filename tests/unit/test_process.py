@@ -137,6 +137,28 @@ print(os.read(reader, 1))  # returns when the grandchild, which has the pipe ope
     assert run_code(code).stdout == "b''\n"
 
 
+def test_the_end_of_a_parent_counts_once_even_while_it_is_handled():
+    counted = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda *_: counted.append(1))
+    process.terminate_with_parent(os.getppid())
+
+    def send_again(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "terminate":
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    try:
+        sys.settrace(send_again)
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        sys.settrace(None)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        process._glibc("prctl", process.PR_SET_PDEATHSIG, 0)
+    assert counted == [1]
+
+
 def test_environment_names_machine_commit_and_packages(monkeypatch):
     monkeypatch.setenv("W2V_COMMIT", "abc123")
     lines = describe_environment("of mine").splitlines()

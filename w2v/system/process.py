@@ -103,18 +103,21 @@ def return_freed_memory() -> None:
 def terminate_with_parent(parent: int) -> None:
     """Send SIGTERM to this process when its parent ends.
 
-    Linux can send a signal then, but sends it again for each thread of the parent, and a second
-    SIGTERM ends a run at once.
+    Linux can send a signal then, but sends it again for each thread of the parent, also while the
+    first one is handled, and a second SIGTERM ends a run at once.
     """
+    is_told = False
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        signal.raise_signal(signal.SIGTERM)
+        nonlocal is_told
+        if not is_told:
+            is_told = True
+            signal.raise_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGUSR1, terminate)
     _glibc("prctl", PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != parent:  # it has ended before
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
 
 
 @contextlib.contextmanager

@@ -128,17 +128,19 @@ test-gpu: $(TOOLS) ## run the tests that need a GPU, in GPU_JOBS processes
 # Without torch's cache every tensor is an allocation, whose bounds the checker knows. torch's own
 # kernels are left out. Races are possible only in kernels that share memory in a block.
 CHECKED := edges or round_as_encode or (training_on_a_gpu and Adam and not (Adamax or AdamW)) or \
-  plans_made or (test_cache and mapped and not dense) or (twenty_epochs and fused and bf16) or \
-  shard_kernels or kernel_draws
+  plans_made or plans_of or of_a_gpu or (test_cache and mapped and not dense) or \
+  (twenty_epochs and fused and bf16) or shard_kernels or kernel_draws
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 W2V_STRESS_STEPS=1000 \
   compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name-exclude kns=native
 sanitize: $(TOOLS) ## check CUDA kernels with compute-sanitizer; seven minutes
 	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/oracle/test_cache.py \
 	  tests/oracle/test_kernels.py tests/oracle/test_ranks_equal_one.py \
-	  tests/oracle/test_repeatable.py tests/unit/test_sampler.py -k "$(CHECKED)"
+	  tests/oracle/test_repeatable.py tests/unit/test_sampler.py tests/unit/test_embedding.py \
+	  -k "$(CHECKED)"
 	$(SANITIZE) --tool racecheck $(PY) -m pytest -q -m gpu tests/oracle/test_cache.py \
 	  tests/oracle/test_kernels.py tests/oracle/test_ranks_equal_one.py \
-	  -k "edges or plans_made or shard_kernels or ((stress or lookahead) and mapped)"
+	  tests/unit/test_embedding.py \
+	  -k "of_a_gpu or edges or plans_made or shard_kernels or ((stress or lookahead) and mapped)"
 
 bench-cpu: $(INSTALLED) ## compare with gensim on CORPUS into tests/bench/results/
 	CUDA_VISIBLE_DEVICES= $(PY) tests/bench/cpu.py --corpus "$(CORPUS)" $(ARGS)

@@ -188,7 +188,7 @@ struct SlidingWindow {
         Row sum = grad;
         if (has_sum >> slot & 1) sum.add(own().sums[slot], lane);
         sum.store(own().sums[slot], lane);
-        own().index[slot] = index;  // by all lanes, as each reads what it wrote
+        if (lane == 0) own().index[slot] = index;
         has_sum |= 1ll << slot;
     }
 
@@ -197,9 +197,11 @@ struct SlidingWindow {
         if (!SHARED) return;
         const int slot = (unsigned)at % SPAN;
         if (!(has_sum >> slot & 1)) return;
+        __syncwarp();  // for what lane 0 wrote
         Row sum = {};
         sum.add(own().sums[slot], lane);
         sum.add_to(grads + (long long)own().index[slot] * DIM, lane);
+        __syncwarp();  // before it writes again
         has_sum &= ~(1ll << slot);
     }
 };

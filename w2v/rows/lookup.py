@@ -33,7 +33,6 @@ class LookUp:
         rows_N: The unique rows; by kernels at the front of a buffer as long as the ids.
         narrow_N: The same buffer in 32 bits.
         row_count: By kernels, as in `ops.FoundRows`.
-        last_N: The last id of each row, by kernels if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
         is_computed: Whether it was tried to compute the vectors of all tables together.
@@ -45,7 +44,6 @@ class LookUp:
     """
 
     row_count: Tensor | None = None
-    last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
     is_computed = False
@@ -92,7 +90,7 @@ class LookUp:
                 are_rows,
                 has_gaps,
             )
-            self.places_N, self.rows_N, self.narrow_N, self.row_count, self.last_N = found
+            self.places_N, self.rows_N, self.narrow_N, self.row_count = found
             self._readback.launched()
         else:
             flat = [each.to(group.device).long().flatten() for each in ids]

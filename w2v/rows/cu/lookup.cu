@@ -42,10 +42,7 @@ struct LookUp {
     long long* places;  // first the ids; then of each among the rows, 0 for one that is no row
     HOST Numbers* readback;  // gets the numbers, in CPU memory
     long long* row_count;    // gets the first two
-    // The list of rows, as long as the ids, if it is to become -1 behind the rows, and as a whole
-    // if an id is no row; and then the last id of each row, zeros before.
-    OPTIONAL long long* rest;
-    OPTIONAL long long* last;
+    bool filled;  // whether `unique` becomes -1 behind the rows, and as a whole if an id is no row
 
     __device__ int parts() const { return tables * max(ranks, 1); }
     __device__ unsigned* words() const { return (unsigned*)(numbers->found + parts()); }
@@ -146,13 +143,12 @@ extern "C" __global__ void place_ids(LookUp look_up) {
     const unsigned* words = look_up.words();
     const long long listed = numbers->wrong ? 0 : numbers->unique;
     each_thread(look_up.count, [&](long long i) {
-        if (look_up.rest && i >= listed) look_up.rest[i] = -1;
+        if (look_up.filled && i >= listed) look_up.unique[i] = -1;
         long long word;
         unsigned bit, place = 0;
         if (look_up.find_bit(look_up.places[i], i, &word, &bit))
             place = look_up.before[word] + __popc(words[word] & below(bit));
         look_up.places[i] = place;
-        if (look_up.rest) atomicMax(look_up.last + place, i);
     });
     each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {

@@ -292,8 +292,8 @@ def test_every_kernel_gets_what_its_parameters_are(launches):
     use_bags(torch.float32)
     table = make_table(RowOptimizer(OptimizerConfig(name="Adam", lr=0.1)), VECTORS, DIM)
     for slots_U in (None, torch.arange(3)):
-        for move in (MappedLink().read, MappedLink().write):
-            move(table.records_VR, torch.arange(3), torch.zeros(3, table.width), slots_U)
+        for move in (MappedLink(table.records_VR).read, MappedLink(table.records_VR).write):
+            move(torch.arange(3), torch.zeros(3, table.width), slots_U)
     assert {(source, kernel) for source, kernel, *_ in launches} == KERNELS
 
 

@@ -195,7 +195,7 @@ class LookUp:
         rows_U, group = self.wait(), self.group
         if (view := group.in_place(rows_U)) is not None:
             return view, self.narrow_N
-        return ops.View(group.read_stored(group.link, group.weights_VW, rows_U), None), None
+        return ops.View(group.link.records(rows_U), None), None
 
     @outside_inference
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:

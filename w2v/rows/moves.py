@@ -145,15 +145,15 @@ class TorchPlanner:
             count, is_wrong = (len(rows_U), 0) if row_count is None else row_count.tolist()
             self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
 
-    def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
+    def move(self, number: int, link: Link, records_SR: Tensor) -> None:
         """Write evicted rows back, and load others into their slots."""
         loaded_U, evicted_U, slots = self._lists[number % 2]
         rows_U, order = evicted_U.sort()
         from_slots = slots[len(slots) - len(evicted_U) :][order]
-        link.write(table_AR, rows_U, records_SR, from_slots)
+        link.write(rows_U, records_SR, from_slots)
         self.slot_of_A.index_fill_(0, evicted_U, self._capacity)
         rows_U, order = loaded_U.sort()
-        link.read(table_AR, rows_U, records_SR, slots[order])
+        link.read(rows_U, records_SR, slots[order])
         self.slot_of_A.index_copy_(0, loaded_U, slots.int())
 
     def has_placed_all(self, number: int, planned: torch.cuda.Event | None) -> bool:
@@ -270,10 +270,10 @@ class GpuPlanner:
             lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
             self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.plan)
 
-    def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
+    def move(self, number: int, link: Link, records_SR: Tensor) -> None:
         """Do as `TorchPlanner.move`, for a pinned table."""
         exchange_records(
-            self.moves[number % 2], table_AR, records_SR, self.slot_of_A, self._capacity
+            self.moves[number % 2], link.table_VR, records_SR, self.slot_of_A, self._capacity
         )
 
     def has_placed_all(self, number: int, planned: torch.cuda.Event | None) -> bool:

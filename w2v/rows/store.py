@@ -104,7 +104,7 @@ class Rows(Member):
             group.empty_caches()
             is_queued = group.is_mapped
             rows_U = found.look_up.rows_N if is_queued else found.rows()
-            read_UW = group.read_stored(group.link, group.weights_VW, rows_U)
+            read_UW = group.link.records(rows_U)
             rows_ND = read_UW[:, : self.table.dim].index_select(0, found.places())
             self._check(found.look_up, waits=not (non_blocking and is_queued))
             return rows_ND.view(*found.shape, self.table.dim)
@@ -127,7 +127,7 @@ class Rows(Member):
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
             values_NW = to_device(values, group.device).to(self.table.dtype)
             values_NW = values_NW.reshape(-1, self.table.dim)
-            if padding := group.weights_VW.shape[1] - self.table.dim:
+            if padding := group.link.table_VR.shape[1] - self.table.dim:
                 values_NW = F.pad(values_NW, (0, padding))
             is_queued = group.is_mapped and group.is_exact
             rows_U = found.look_up.rows_N if is_queued else found.rows()
@@ -138,7 +138,7 @@ class Rows(Member):
             last_U = places_N.new_zeros(len(rows_U))  # the last id of each row
             last_U.scatter_reduce_(0, places_N, order_N, "amax")
             if group.is_exact:
-                group.link.write(group.weights_VW, rows_U, values_NW.contiguous(), last_U)
+                group.link.write(rows_U, values_NW.contiguous(), last_U)
             else:
                 records_UR = group.read(rows_U)
                 # In the table's dtype already: `write` has nothing left to round at random.

@@ -48,8 +48,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         step: Whether bias correction counts the steps of the "table" or of each "row".
         fused: Add gradients and step rows by kernels of this library, on a GPU: several times
             faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
-            number whose step is not finite keeps its value, as do up to three beside it. A
-            parameter of `param_groups` then has the gradients of rows without their weights.
+            number whose step is not finite keeps its value, as do up to three beside it.
         dense: Step the other parameters too, as `w2v.optimizer`: arguments for these. A group of
             both kinds becomes two, and `param_groups` has the weights of the modules, whose `grad`
             is that of the rows that have one.

@@ -409,7 +409,7 @@ def hand_over(old: Any, new: Any) -> None:
 
 @functools.cache
 def refuse_others() -> None:
-    """Have optimizers refuse weights that w2v.optimizer steps or that are gone."""
+    """Have optimizers refuse weights that another one steps or that are gone."""
 
     def check(optimizer: Any, *_: Any) -> None:
         is_ours = hasattr(optimizer, "steps_tables")

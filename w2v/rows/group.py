@@ -16,7 +16,7 @@ from torch import Tensor
 from w2v.rows import ops
 from w2v.rows.cache import CachedLink, TransferStats
 from w2v.rows.launch import has_cupy
-from w2v.rows.link import Link, MappedLink, link_between
+from w2v.rows.link import Link, link_between
 from w2v.rows.moves import MOST_ROWS, PLANNED_BYTES
 from w2v.rows.ops import View
 from w2v.rows.optim import RowOptimizer
@@ -68,7 +68,7 @@ class RowGroup:
         self.lock = lock or threading.RLock()
         self.members: list[Member] = []
         self.zeros_UD: Tensor | None = None  # for the next call of `zeros`
-        self.is_mapped = isinstance(link_between(table, device), MappedLink)
+        self.is_mapped = (table.storage, device.type) == ("pinned", "cuda")
         self.has_kernels = device.type == "cuda" and has_cupy()
         width = padded(table.dim, table.dtype.itemsize, 16) if self.is_mapped else table.dim
         self.link = link_between(table, device, width)

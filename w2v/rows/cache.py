@@ -250,10 +250,7 @@ class CachedLink(Link):
         return moved._replace(rows_used=self._rows_used)
 
     def prefetch(
-        self,
-        lists: Sequence[Tensor],
-        soon: Sequence[tuple[Tensor, Tensor | None]] = (),
-        one_table: int | None = None,
+        self, lists: Sequence[Tensor], soon: Sequence[Tensor] = (), one_table: int | None = None
     ) -> None:
         """Prefetch the next page; the one before, if any, becomes the current one.
 

@@ -30,8 +30,9 @@ class LookUp:
     Attributes:
         shapes: Of the ids of each table.
         places_N: The place of each id's row among the unique rows.
-        rows_N: The unique rows; by kernels at the front of a buffer as long as the ids.
-        narrow_N: The same buffer in 32 bits.
+        rows_N: The unique rows; by kernels in a buffer as long as the ids, with -1 behind them, or
+            alone if an id is no row.
+        narrow_N: The rows in 32 bits, in a buffer of that size.
         row_count: By kernels, as in `ops.FoundRows`.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
@@ -60,7 +61,6 @@ class LookUp:
         group: RowGroup,
         spans: Sequence[ops.Span],  # the tables
         given: Sequence[Ids],  # of each table; with `are_rows`, rows of all in any order
-        is_filled: bool = False,  # by kernels: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
         has_gaps: bool = False,  # for kernels: -1 is no id
     ):
@@ -86,7 +86,6 @@ class LookUp:
                 _spans_of(tuple(spans), unequal, group.device, current_stream()),
                 each,
                 self._readback.numbers,
-                is_filled,
                 are_rows,
                 has_gaps,
             )
@@ -347,7 +346,6 @@ def look_up(
     ids: Sequence[Ids],
     spans: Sequence[ops.Span] | None = None,  # by default all rows of the stores
     kind: type[LookUp] = LookUp,
-    is_filled: bool = False,
 ) -> list[RowPage]:
     """Begin to find the rows of ids, in all tables of a group at once."""
     if spans is None:
@@ -359,7 +357,7 @@ def look_up(
     for group, numbers in members.items():
         with group.lock:
             its_spans, its_ids = [spans[n] for n in numbers], [ids[n] for n in numbers]
-            found = kind(group, its_spans, its_ids, is_filled)
+            found = kind(group, its_spans, its_ids)
         for index, number in enumerate(numbers):
             pages[number] = RowPage(stores[number], found, index)
     return [pages[number] for number in range(len(stores))]
@@ -383,7 +381,7 @@ def prefetch(
         lists = [its.wait() for its in look_ups if its.layout is group.layout and its.is_valid()]
         if one_table is None:
             group.make_room(sum(rows_U.shape[0] for rows_U in lists))
-        later = [(its.rows_N, its.row_count) for its in soon if its.layout is group.layout]
+        later = [its.rows_N for its in soon if its.layout is group.layout]
         for cache in group.caches:
             cache.prefetch(lists, later, one_table)
 

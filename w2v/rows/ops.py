@@ -96,9 +96,9 @@ class FoundRows(NamedTuple):
     """What `find_rows` returns."""
 
     places_N: Tensor  # int64, the place of each id among the rows
-    rows_N: Tensor  # int64, the rows, by rank and then sorted, at the front
+    rows_N: Tensor  # int64, the rows, by rank and then sorted; behind them -1
     narrow_N: Tensor  # the same in 32 bits
-    row_count: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
+    row_count: Tensor  # int64 [1]: how many rows
 
 
 def find_rows(
@@ -106,7 +106,6 @@ def find_rows(
     spans: Spans,
     each: int,  # ids of each table, 0 if `spans` has their numbers
     readback: Tensor,
-    is_filled: bool = False,
     are_rows: bool = False,
     has_gaps: bool = False,
 ) -> FoundRows:
@@ -117,8 +116,8 @@ def find_rows(
     table of each rank the rows before it, the least and the greatest id that is no row (0: none),
     and 1 + the place of its padding row (0: it is not there).
 
-    With `is_filled`, -1 stands behind the rows, and alone if an id is no row. With `are_rows`, ids
-    are rows of one rank, of all tables in any order. With `has_gaps`, -1 is no id.
+    If an id is no row, there are no rows. With `are_rows`, ids are rows of one rank, of all tables
+    in any order. With `has_gaps`, -1 is no id.
     """
     assert spans.ranks == 1 or not are_rows, "rows of one rank"
     first, device = ids[0], spans.on_device.device
@@ -130,8 +129,8 @@ def find_rows(
     size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
-    kept = torch.empty(2 * count + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, row_count = kept.split_with_sizes([count, count, 2])
+    kept = torch.empty(2 * count + 1, dtype=torch.int64, device=device)
+    places_N, rows_N, row_count = kept.split_with_sizes([count, count, 1])
     narrow_N = torch.empty(count, dtype=torch.int32, device=device)
     look_up = c_struct("lookup.cu", "LookUp")(
         ids=first,
@@ -150,7 +149,6 @@ def find_rows(
         places=places_N,
         readback=readback,
         row_count=row_count,
-        filled=is_filled,
     )
     blocks = blocks_for(count)
     in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")

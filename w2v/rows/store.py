@@ -100,9 +100,9 @@ class Rows(Member):
         """
         with self.lock:
             group = self.group
-            (found,) = look_up([self], [ids], is_filled=True)  # negative rows are not read
+            (found,) = look_up([self], [ids])
             group.empty_caches()
-            is_queued = group.is_mapped
+            is_queued = group.is_mapped  # negative rows are not read
             rows_U = found.look_up.rows_N if is_queued else found.rows()
             read_UW = group.link.records(rows_U)
             rows_ND = read_UW[:, : self.table.dim].index_select(0, found.places())
@@ -121,7 +121,7 @@ class Rows(Member):
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
             group = self.group
-            (found,) = look_up([self], [ids], is_filled=True)  # negative rows are not written
+            (found,) = look_up([self], [ids])
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
@@ -129,7 +129,7 @@ class Rows(Member):
             values_NW = values_NW.reshape(-1, self.table.dim)
             if padding := group.link.table_VR.shape[1] - self.table.dim:
                 values_NW = F.pad(values_NW, (0, padding))
-            is_queued = group.is_mapped and group.is_exact
+            is_queued = group.is_mapped and group.is_exact  # negative rows are not written
             rows_U = found.look_up.rows_N if is_queued else found.rows()
             group.empty_caches()
             self.version += 1

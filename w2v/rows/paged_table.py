@@ -617,7 +617,7 @@ def _no_weight() -> None:
 def _in_parts(
     rows_U: Tensor, grad_UD: Tensor, records_UR: Tensor | None = None
 ) -> Iterable[tuple[Tensor, Tensor, Tensor | None]]:
-    """Return rows, gradients and records, STEP_ROWS at a time; once for no rows."""
+    """Return rows, gradients and records, STEP_ROWS at a time, at least once."""
     rows, grads = rows_U.split(STEP_ROWS), grad_UD.split(STEP_ROWS)
     if records_UR is None:
         return zip(rows, grads, itertools.repeat(None))

@@ -163,17 +163,17 @@ def ours(table_rows: int, values_ND: Tensor) -> Way:
     """Move rows of a pinned table; sorting and restoring the order count."""
     table = Table("bench", table_rows, DIM, {}, {}, "pinned")
     number_rows(table["weight"])
-    link = MappedLink()
+    link = MappedLink(table.records_VR)
     records_ND = torch.empty_like(values_ND)
 
     def get(rows_N: Tensor) -> Tensor:
         sorted_N, slots_N = rows_N.sort()
-        link.read(table.records_VR, sorted_N, records_ND, slots_N)
+        link.read(sorted_N, records_ND, slots_N)
         return records_ND
 
     def put(rows_N: Tensor) -> None:
         sorted_N, slots_N = rows_N.sort()
-        link.write(table.records_VR, sorted_N, values_ND, slots_N)
+        link.write(sorted_N, values_ND, slots_N)
 
     return Way(get, put, lambda rows_N: rows_N, True)
 

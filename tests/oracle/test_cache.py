@@ -177,7 +177,7 @@ def cached(cache):
 
 
 def page_of(*rows, soon=(), is_counted=True):
-    return WantedRows(None, None, [ids(rows)], [(ids(soon), None)], is_counted)
+    return WantedRows(None, None, [ids(rows)], [ids(soon)], is_counted)
 
 
 def use(cache, *pages):
@@ -235,9 +235,7 @@ def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
 
     for turn in range(200):
         lists, later = [some_rows(slots // 5) for _ in range(2)], some_rows(slots // 4)
-        numbers = torch.tensor([len(later), turn % 5 == 4], device="cuda")
-        buffer = torch.cat([later, later.new_full((9,), -1)])
-        soon = [[], [(later, None)], [(buffer, numbers)]][turn % 3]
+        soon = [[], [later], [torch.cat([later, later.new_full((9,), -1)])]][turn % 3]
         masks = []
         for cache in caches:
             use(cache, WantedRows(None, None, lists, soon, turn % 7 > 0))

@@ -49,10 +49,10 @@ def test_records_are_gathered_and_scattered(storage):
     large, rows = make_table(ROWS, storage), some_rows(300, 1).cuda()
     before = large.records_VR[FIRST:].cpu().clone()
     records = torch.zeros(300, DIM, dtype=DTYPE, device="cuda")
-    MappedLink().read(large.records_VR, rows + FIRST, records)
+    MappedLink(large.records_VR).read(rows + FIRST, records)
     assert torch.equal(records.cpu(), before[rows.cpu()])
     records += 1
-    MappedLink().write(large.records_VR, rows + FIRST, records)
+    MappedLink(large.records_VR).write(rows + FIRST, records)
     torch.cuda.synchronize()
     before[rows.cpu()] += 1
     assert torch.equal(large.records_VR[FIRST:].cpu(), before)
@@ -62,11 +62,11 @@ def test_records_move_to_and_from_distant_slots():
     large, rows = make_table(FEW, "pinned"), some_rows(300, 2).cuda()
     records, slots = make_table(ROWS, "cuda", seed=1).records_VR, some_rows(300, 3).cuda() + FIRST
     before, expected = large.records_VR.clone(), records[FIRST:].cpu().clone()
-    MappedLink().read(large.records_VR, rows, records, slots)
+    MappedLink(large.records_VR).read(rows, records, slots)
     expected[slots.cpu() - FIRST] = before[rows.cpu()]
     assert torch.equal(records[FIRST:].cpu(), expected)
     records[FIRST:] *= 2
-    MappedLink().write(large.records_VR, rows, records, slots)
+    MappedLink(large.records_VR).write(rows, records, slots)
     torch.cuda.synchronize()
     before[rows.cpu()] *= 2
     assert torch.equal(large.records_VR, before)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from w2v.rows.cache import Engine, RowCache
-from w2v.rows.link import Waits, measure_copy_rate
+from w2v.rows.link import measure_copy_rate
 from w2v.rows.moves import WantedRows
 from w2v.rows.table import RowState, Table
+from w2v.word2vec.step import Waits
 
 ROWS, DIM = 800, 30
 GPU = pytest.mark.gpu

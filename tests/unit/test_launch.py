@@ -205,7 +205,7 @@ def exchange_rows():
     ranks.size = 2
     requested = BatchRows(torch.arange(5), RowGroup(update.table, CPU), kernels.shape)
     requested.receive(ranks, torch.arange(9), [4, 5])
-    requested.own.narrow_N, requested.own.row_count = torch.arange(9).int(), torch.tensor([9, 0])
+    requested.own.narrow_N, requested.own.row_count = torch.arange(9).int(), torch.tensor([9])
     rows = kernels.sum_by_row(requested, torch.zeros(9, DIM), torch.zeros(9).int())
     loss, pairs = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     kernels.optimizer_step(update, view, Grads(rows, loss, pairs), state)
@@ -240,8 +240,8 @@ def cache_rows():
     marked.prefetch(WantedRows(*torch.zeros(2, ROWS, dtype=torch.bool)))
     marked.wait()
     listed = RowCache(table, 20, CPU, GpuPlanner)
-    rows_U, row_count = torch.arange(5), torch.tensor([5, 0])
-    listed.prefetch(WantedRows(None, None, [rows_U], [(rows_U, None), (rows_U, row_count)]))
+    rows_U = torch.arange(5)
+    listed.prefetch(WantedRows(None, None, [rows_U], [rows_U]))
     listed.wait()
     listed.flush()
 
@@ -251,10 +251,8 @@ def look_up():
     readback = torch.zeros(ops.numbers_of(4), dtype=torch.int64)
     ids_N = torch.arange(6)
     ops.find_rows(ids_N.split(3), spans, 3, readback)
-    found = ops.find_rows([ids_N.int()], spans, 3, readback, is_filled=True, has_gaps=True)
+    ops.find_rows([ids_N.int()], spans, 3, readback, has_gaps=True)
     ops.find_rows([ids_N], Spans.of([Span(ROWS, 3, (0,))], [6], CPU), 0, readback, are_rows=True)
-    records_NR = torch.zeros(6, 32)
-    ops.copy_repeated(found.places_N, found.last_N, records_NR)
 
 
 def use_bags(dtype):
@@ -294,8 +292,8 @@ def test_every_kernel_gets_what_its_parameters_are(launches):
     use_bags(torch.float32)
     table = make_table(RowOptimizer(OptimizerConfig(name="Adam", lr=0.1)), VECTORS, DIM)
     for slots_U in (None, torch.arange(3)):
-        for move in (MappedLink().read, MappedLink().write):
-            move(table.records_VR, torch.arange(3), torch.zeros(3, table.width), slots_U)
+        for move in (MappedLink(table.records_VR).read, MappedLink(table.records_VR).write):
+            move(torch.arange(3), torch.zeros(3, table.width), slots_U)
     assert {(source, kernel) for source, kernel, *_ in launches} == KERNELS
 
 
@@ -336,8 +334,8 @@ def mark_rows(launches):
 
 
 def mark_rows_args(**changes):
-    args = {"rows": torch.arange(4), "count": 4, "row_count": None}
-    return args | {"words": torch.zeros(1, dtype=torch.int32)} | changes
+    args = {"rows": torch.arange(4), "count": 4, "words": torch.zeros(1, dtype=torch.int32)}
+    return args | changes
 
 
 @each_case(

@@ -53,12 +53,12 @@ def test_read_and_write_move_exactly_the_given_rows(place, with_slots, dim, stat
     given = slots.to(device) if with_slots else None
     buffer = torch.full((count + 9 * with_slots, table.width), -1.0, device=device)
 
-    link.read(table.records_VR, rows.to(device), buffer, given)
+    link.read(rows.to(device), buffer, given)
     assert torch.equal(buffer.cpu()[slots], expected[rows])
     assert (buffer == -1).all(1).sum() == len(buffer) - count
 
     buffer.mul_(2)
-    link.write(table.records_VR, rows.to(device), buffer, given)
+    link.write(rows.to(device), buffer, given)
     if device == "cuda":
         torch.cuda.synchronize()
     expected[rows] *= 2
@@ -82,14 +82,14 @@ def test_staged_buffers_are_reused_only_after_their_last_copy(monkeypatch):
     # More records than the ring has room for; without a GPU the copies themselves are immediate.
     monkeypatch.setattr(links, "BUFFER_BYTES", 4 * 128)
     table, expected = random_table("cpu", rows=100)
-    link, buffer = StagedLink(), torch.zeros(60, 32)
+    link, buffer = StagedLink(table.records_VR), torch.zeros(60, 32)
     link._ring = [(torch.empty(4 * 128, dtype=torch.uint8), Copy()) for _ in range(links.RING)]
     rows, slots = torch.arange(3, 93, 3), torch.arange(59, 29, -1)
     for _ in range(2):
-        link.read(table.records_VR, rows, buffer, slots)
+        link.read(rows, buffer, slots)
         assert torch.equal(buffer[slots], expected[rows])
         buffer[slots] *= 2
-        link.write(table.records_VR, rows, buffer, slots)
+        link.write(rows, buffer, slots)
         expected[rows] *= 2
         assert torch.equal(table.records_VR, expected)
 

@@ -53,10 +53,9 @@ def train_rows(config, storage, steps):
     link = link_between(table, device)
     for rows, grad, lr in steps:
         rows_U = torch.as_tensor(rows, device=device)
-        records_UR = torch.empty(len(rows_U), table.width, device=device)
-        link.read(table.records_VR, rows_U, records_UR)
+        records_UR = link.records(rows_U)
         optimizer.step_rows(table, records_UR, grad.to(device), None, lr)
-        link.write(table.records_VR, rows_U, records_UR)
+        link.write(rows_U, records_UR)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return table

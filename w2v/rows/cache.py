@@ -166,7 +166,7 @@ class RowCache(Engine):
         for first, slot_of_a in enumerate(self.planner.slot_of_A.split(FLUSHED_ROWS)):
             cached_U = torch.nonzero(slot_of_a != self.slots).flatten()
             rows_U, slots_U = cached_U + first * FLUSHED_ROWS, slot_of_a[cached_U].long()
-            self._link.write(self._table.records_VR, rows_U, self.records_SR, slots_U)
+            self._link.write(rows_U, self.records_SR, slots_U)
         if self._reads:
             current_stream().synchronize()
         self._check_capacity()
@@ -189,7 +189,7 @@ class RowCache(Engine):
             raise RuntimeError(f"the row cache is inconsistent after an earlier error; {remedy}")
 
     def _move(self) -> None:
-        self.planner.move(self._plan, self._link, self._table.records_VR, self.records_SR)
+        self.planner.move(self._plan, self._link, self.records_SR)
         self._arrived = self._record(self._moved[self._plan % 2])
 
     def _check_capacity(self) -> None:
@@ -227,6 +227,7 @@ class CachedLink(Link):
         if table.rows > MOST_ROWS:
             rows = f"{table.rows:,} rows, which are numbered in 32 bits"
             raise ValueError(f"gpu_bytes cannot cache a table of {rows}; set gpu_bytes=0")
+        super().__init__(link.table_VR)
         self._link = link
         self._table = table
         self.slots = min(slots, table.rows)
@@ -249,10 +250,7 @@ class CachedLink(Link):
         return moved._replace(rows_used=self._rows_used)
 
     def prefetch(
-        self,
-        lists: Sequence[Tensor],
-        soon: Sequence[tuple[Tensor, Tensor | None]] = (),
-        one_table: int | None = None,
+        self, lists: Sequence[Tensor], soon: Sequence[Tensor] = (), one_table: int | None = None
     ) -> None:
         """Prefetch the next page; the one before, if any, becomes the current one.
 
@@ -311,23 +309,19 @@ class CachedLink(Link):
             self._begin_next()
         return self._open_cache().view
 
-    def read(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        assert table_VR is self._table.records_VR and slots_U is None
+    def read(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+        assert slots_U is None
         if (view := self.view(rows_U)) is not None:
             torch.index_select(view.records_SR, 0, view.slots(rows_U), out=records_SR)
         else:
-            self._link.read(table_VR, rows_U, records_SR)
+            self._link.read(rows_U, records_SR)
 
-    def write(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        assert table_VR is self._table.records_VR and slots_U is None
+    def write(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+        assert slots_U is None
         if (view := self.view(rows_U)) is not None:
             view.records_SR.index_copy_(0, view.slots(rows_U), records_SR)
         else:
-            self._link.write(table_VR, rows_U, records_SR)
+            self._link.write(rows_U, records_SR)
 
     def flush(self) -> None:
         """Write all rows back and empty the cache."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, ops, shard
@@ -41,7 +39,7 @@ from w2v.rows.paged_table import PagedTable
 from w2v.rows.shard import RoutedLookUp, look_up_alone
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
-from w2v.rows.weight import PagedWeight, hand_over
+from w2v.rows.weight import PagedWeight, hand_over, refuse_others
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
 TRANSFORMED = (
@@ -583,8 +581,7 @@ def _replace(
         for name, parameter in module._parameters.items():
             if parameter in weights:
                 module._parameters[name] = weights[parameter]
-    _refuse_replaced()
-    _stepped.clear()
+    refuse_others()
     for old_weight, weight in weights.items():
         hand_over(old_weight, weight)
         stepped: list[Any] = [old_weight]
@@ -593,28 +590,6 @@ def _replace(
         for parameter in stepped:
             parameter.replaced_by = f"w2v.{function}"
     return model
-
-
-# Those whose weights were looked at since the last replacement.
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-@functools.cache
-def _refuse_replaced() -> None:
-    """Have optimizers refuse weights that are not those of a model any more."""
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in _stepped:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if function := getattr(parameter, "replaced_by", None):
-                    kind = type(optimizer).__name__
-                    has = f"this {kind} has a weight that {function} has replaced"
-                    raise ValueError(f"{has}; make the optimizer afterwards")
-        _stepped.add(optimizer)
-
-    register_optimizer_step_pre_hook(check)
 
 
 def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from w2v.rows import ops
 from w2v.rows.cache import CachedLink, TransferStats
 from w2v.rows.launch import has_cupy
-from w2v.rows.link import Link, MappedLink, link_between
+from w2v.rows.link import Link, link_between
 from w2v.rows.moves import MOST_ROWS, PLANNED_BYTES
 from w2v.rows.ops import View
 from w2v.rows.optim import RowOptimizer
@@ -50,11 +50,11 @@ class RowGroup:
         parts: The tables that have the records, weights first, and their links.
         layout: Replaced when a table joins or leaves, or `gpu_bytes` changes: older look-ups are
             invalid.
-        link: Moves records past the caches.
+        link: Moves weight columns past the caches, padded to 16 bytes where the GPU reads them in
+            place.
         has_kernels: Whether kernels look up rows: on a GPU, where CuPy is installed.
         bags_differ: Whether tables were found to differ in the offsets of their bags.
-        weights_VW: Weight columns, padded to 16 bytes where the GPU reads them in place.
-        is_exact: Whether these have no part of the optimizer state.
+        is_exact: Whether these columns have no part of the optimizer state.
     """
 
     parts: list[tuple[Table, Link]]
@@ -68,11 +68,10 @@ class RowGroup:
         self.lock = lock or threading.RLock()
         self.members: list[Member] = []
         self.zeros_UD: Tensor | None = None  # for the next call of `zeros`
-        self.link = link_between(table, device)
-        self.is_mapped = isinstance(self.link, MappedLink)
+        self.is_mapped = (table.storage, device.type) == ("pinned", "cuda")
         self.has_kernels = device.type == "cuda" and has_cupy()
         width = padded(table.dim, table.dtype.itemsize, 16) if self.is_mapped else table.dim
-        self.weights_VW = table.records_VR[:, :width]
+        self.link = link_between(table, device, width)
         self._past, self.caches = TransferStats(), []  # of caches before, and those now
         has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
         self.is_exact = width == table.dim or not has_states
@@ -146,15 +145,6 @@ class RowGroup:
             return View(part.records_VR, None)
         return None
 
-    def read_stored(
-        self, link: Link, stored_VR: Tensor, rows_U: Tensor, slots_U: Tensor | None = None
-    ) -> Tensor:
-        """Return records as they are stored, on the compute device."""
-        shape = rows_U.shape[0], stored_VR.shape[1]
-        read_UR = torch.empty(shape, dtype=stored_VR.dtype, device=self.device)
-        link.read(stored_VR, rows_U, read_UR, slots_U)
-        return read_UR
-
     def zeros(self, rows: int) -> Tensor:
         """Return zeros, at least [rows, D]: `zeros_UD` if there are enough."""
         kept_UD, self.zeros_UD = self.zeros_UD, None
@@ -179,18 +169,15 @@ class RowGroup:
         if (view := self.in_place(rows_U)) is not None:
             ops.step_rows(optimizer, counted, seed, view, narrow_U, count, grad_UD, lr)
             return
-        ((part, link),) = self.parts
-        stored_UR = self.read_stored(link, part.records_VR, rows_U)
+        ((_, link),) = self.parts
+        stored_UR = link.records(rows_U)
         ops.step_rows(optimizer, counted, seed, View(stored_UR, None), None, count, grad_UD, lr)
-        link.write(part.records_VR, rows_U, stored_UR)
+        link.write(rows_U, stored_UR)
 
     @outside_inference
     def read(self, rows_U: Tensor) -> Tensor:
         """Return the decoded records [U, R] of unique rows, on the compute device."""
-        parts = [
-            part.decode(self.read_stored(link, part.records_VR, rows_U))
-            for part, link in self.parts
-        ]
+        parts = [part.decode(link.records(rows_U)) for part, link in self.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     @outside_inference
@@ -201,7 +188,7 @@ class RowGroup:
         for (part, link), own in zip(self.parts, member.table.parts, strict=True):
             # Contiguous, as the kernels that copy records to pinned memory need them.
             part_UR = records_UR[:, start : start + part.width].contiguous()
-            link.write(part.records_VR, rows_U, own.encode(rows_U, part_UR, member.first_row))
+            link.write(rows_U, own.encode(rows_U, part_UR, member.first_row))
             start += part.width
 
 

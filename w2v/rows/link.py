@@ -29,21 +29,27 @@ SECONDS = 0.05
 class Link:
     """Moves records between a table and the device that both are on."""
 
-    def read(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
+    def __init__(self, table_VR: Tensor):
+        self.table_VR = table_VR
+
+    def records(self, rows_U: Tensor) -> Tensor:
+        """Return records as they are stored, on the compute device: [U, R]."""
+        shape = rows_U.shape[0], self.table_VR.shape[1]
+        records_UR = torch.empty(shape, dtype=self.table_VR.dtype, device=rows_U.device)
+        self.read(rows_U, records_UR)
+        return records_UR
+
+    def read(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
         """Copy records[slots[u]] = table[rows[u]]."""
         if slots_U is None:
-            torch.index_select(table_VR, 0, rows_U, out=records_SR)
+            torch.index_select(self.table_VR, 0, rows_U, out=records_SR)
         else:
-            records_SR.index_copy_(0, slots_U, table_VR.index_select(0, rows_U))
+            records_SR.index_copy_(0, slots_U, self.table_VR.index_select(0, rows_U))
 
-    def write(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
+    def write(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
         """Copy table[rows[u]] = records[slots[u]]."""
         records_UR = records_SR if slots_U is None else records_SR.index_select(0, slots_U)
-        table_VR.index_copy_(0, rows_U, records_UR)
+        self.table_VR.index_copy_(0, rows_U, records_UR)
 
 
 class MappedLink(Link):
@@ -52,15 +58,11 @@ class MappedLink(Link):
     Negative rows are skipped.
     """
 
-    def read(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        ops.move_records(table_VR, rows_U, records_SR, slots_U)
+    def read(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+        ops.move_records(self.table_VR, rows_U, records_SR, slots_U)
 
-    def write(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        ops.move_records(table_VR, rows_U, records_SR, slots_U, to_table=True)
+    def write(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+        ops.move_records(self.table_VR, rows_U, records_SR, slots_U, to_table=True)
 
 
 class StagedLink(Link):
@@ -71,14 +73,13 @@ class StagedLink(Link):
     resort.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table_VR: Tensor):
+        super().__init__(table_VR)
         self._ring: list[tuple[Tensor, torch.cuda.Event]] = []
 
-    def read(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        for rows, part, buffer, copied in self._parts(table_VR, rows_U):
-            torch.index_select(table_VR, 0, rows, out=buffer)
+    def read(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+        for rows, part, buffer, copied in self._parts(rows_U):
+            torch.index_select(self.table_VR, 0, rows, out=buffer)
             if slots_U is None:
                 records_SR[part].copy_(buffer, non_blocking=True)
             else:
@@ -86,17 +87,15 @@ class StagedLink(Link):
                 records_SR.index_copy_(0, slots_U[part], arrived)
             copied.record()
 
-    def write(
-        self, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
+    def write(self, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
         arriving: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
 
         def store_first() -> None:
             rows, buffer, copied = arriving.popleft()
             copied.synchronize()
-            table_VR.index_copy_(0, rows, buffer)
+            self.table_VR.index_copy_(0, rows, buffer)
 
-        for rows, part, buffer, copied in self._parts(table_VR, rows_U):
+        for rows, part, buffer, copied in self._parts(rows_U):
             records_UR = records_SR[part]
             if slots_U is not None:
                 records_UR = records_SR.index_select(0, slots_U[part])
@@ -108,13 +107,11 @@ class StagedLink(Link):
         while arriving:
             store_first()
 
-    def _parts(
-        self, table_VR: Tensor, rows_U: Tensor
-    ) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
+    def _parts(self, rows_U: Tensor) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
         """Yield rows, their part of `rows_U`, a free buffer, and its event."""
         if not self._ring:
             self._ring = [(_pinned(BUFFER_BYTES), torch.cuda.Event()) for _ in range(RING)]
-        dtype, width = table_VR.dtype, table_VR.shape[1]
+        dtype, width = self.table_VR.dtype, self.table_VR.shape[1]
         record_bytes = width * dtype.itemsize
         part_rows = max(1, BUFFER_BYTES // record_bytes)
         for number, rows in enumerate(rows_U.cpu().split(part_rows)):
@@ -127,11 +124,15 @@ class StagedLink(Link):
             yield rows, slice(start, start + len(rows)), buffer, copied
 
 
-def link_between(table: Table, device: torch.device) -> Link:
-    """Return the link between a table and the compute device."""
-    if table.records_VR.device.type == device.type:
-        return Link()
-    return MappedLink() if table.storage == "pinned" else StagedLink()
+def link_between(table: Table, device: torch.device, width: int | None = None) -> Link:
+    """Return the link between a table and the compute device.
+
+    `width`: of how many elements of each record; by default all.
+    """
+    table_VR = table.records_VR[:, :width]
+    if table_VR.device.type == device.type:
+        return Link(table_VR)
+    return MappedLink(table_VR) if table.storage == "pinned" else StagedLink(table_VR)
 
 
 def _pinned(*shape: int) -> Tensor:
@@ -176,40 +177,3 @@ def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.S
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
     """Send the work of a block to a stream; without a GPU there is none."""
     return stream or contextlib.nullcontext()
-
-
-class Waits:
-    """Time that a stream has waited for moves, by events around each."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._open: deque[list[torch.cuda.Event]] = deque()
-        self._reusable: list[list[torch.cuda.Event]] = []
-
-    @contextlib.contextmanager
-    def counted(self, device: torch.device) -> Iterator[None]:
-        """Count the time that a GPU's current stream takes for the block."""
-        if device.type == "cpu":
-            yield
-            return
-        stream = current_stream()
-        if not self._reusable:
-            self._reusable.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-        before, after = self._reusable.pop()
-        before.record(stream)
-        yield
-        after.record(stream)
-        self._open.append([before, after])
-        self._collect()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all waits that are over."""
-        self._collect()
-        return self._seconds
-
-    def _collect(self) -> None:
-        while self._open and self._open[0][1].query():
-            before, after = self._open.popleft()
-            self._seconds += before.elapsed_time(after) / 1000
-            self._reusable.append([before, after])

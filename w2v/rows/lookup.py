@@ -30,10 +30,10 @@ class LookUp:
     Attributes:
         shapes: Of the ids of each table.
         places_N: The place of each id's row among the unique rows.
-        rows_N: The unique rows; by kernels at the front of a buffer as long as the ids.
-        narrow_N: The same buffer in 32 bits.
+        rows_N: The unique rows; by kernels in a buffer as long as the ids, with -1 behind them, or
+            alone if an id is no row.
+        narrow_N: The rows in 32 bits, in a buffer of that size.
         row_count: By kernels, as in `ops.FoundRows`.
-        last_N: The last id of each row, by kernels if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
         is_computed: Whether it was tried to compute the vectors of all tables together.
@@ -45,7 +45,6 @@ class LookUp:
     """
 
     row_count: Tensor | None = None
-    last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
     is_computed = False
@@ -62,7 +61,6 @@ class LookUp:
         group: RowGroup,
         spans: Sequence[ops.Span],  # the tables
         given: Sequence[Ids],  # of each table; with `are_rows`, rows of all in any order
-        is_filled: bool = False,  # by kernels: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
         has_gaps: bool = False,  # for kernels: -1 is no id
     ):
@@ -88,11 +86,10 @@ class LookUp:
                 _spans_of(tuple(spans), unequal, group.device, current_stream()),
                 each,
                 self._readback.numbers,
-                is_filled,
                 are_rows,
                 has_gaps,
             )
-            self.places_N, self.rows_N, self.narrow_N, self.row_count, self.last_N = found
+            self.places_N, self.rows_N, self.narrow_N, self.row_count = found
             self._readback.launched()
         else:
             flat = [each.to(group.device).long().flatten() for each in ids]
@@ -197,7 +194,7 @@ class LookUp:
         rows_U, group = self.wait(), self.group
         if (view := group.in_place(rows_U)) is not None:
             return view, self.narrow_N
-        return ops.View(group.read_stored(group.link, group.weights_VW, rows_U), None), None
+        return ops.View(group.link.records(rows_U), None), None
 
     @outside_inference
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
@@ -349,7 +346,6 @@ def look_up(
     ids: Sequence[Ids],
     spans: Sequence[ops.Span] | None = None,  # by default all rows of the stores
     kind: type[LookUp] = LookUp,
-    is_filled: bool = False,
 ) -> list[RowPage]:
     """Begin to find the rows of ids, in all tables of a group at once."""
     if spans is None:
@@ -361,7 +357,7 @@ def look_up(
     for group, numbers in members.items():
         with group.lock:
             its_spans, its_ids = [spans[n] for n in numbers], [ids[n] for n in numbers]
-            found = kind(group, its_spans, its_ids, is_filled)
+            found = kind(group, its_spans, its_ids)
         for index, number in enumerate(numbers):
             pages[number] = RowPage(stores[number], found, index)
     return [pages[number] for number in range(len(stores))]
@@ -385,7 +381,7 @@ def prefetch(
         lists = [its.wait() for its in look_ups if its.layout is group.layout and its.is_valid()]
         if one_table is None:
             group.make_room(sum(rows_U.shape[0] for rows_U in lists))
-        later = [(its.rows_N, its.row_count) for its in soon if its.layout is group.layout]
+        later = [its.rows_N for its in soon if its.layout is group.layout]
         for cache in group.caches:
             cache.prefetch(lists, later, one_table)
 

@@ -47,15 +47,14 @@ class WantedRows(NamedTuple):
     """Rows that a page needs: marks, or lists.
 
     marks_A, soon_A: bool, whether each row is needed, and whether it is evicted last. lists: rows,
-    int64. soon: rows of later pages, which are evicted last: pairs of a list and None, or of a
-    buffer and `FoundRows.row_count`, of rows at its front. is_counted: whether the page adds
-    1 to the number of uses of its rows.
+    int64. soon: lists of rows of later pages, which are evicted last; negative ones are skipped.
+    is_counted: whether the page adds 1 to the number of uses of its rows.
     """
 
     marks_A: Tensor | None = None
     soon_A: Tensor | None = None
     lists: Sequence[Tensor] = ()
-    soon: Sequence[tuple[Tensor, Tensor | None]] = ()
+    soon: Sequence[Tensor] = ()
     is_counted: bool = True
 
 
@@ -141,19 +140,18 @@ class TorchPlanner:
         torch.gt(self._uses_A, self._limit, out=self._late_A)
         if page.soon_A is not None:
             self._late_A |= page.soon_A
-        for rows_U, row_count in page.soon:
-            count, is_wrong = (len(rows_U), 0) if row_count is None else row_count.tolist()
-            self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
+        for rows_U in page.soon:
+            self._late_A.index_fill_(0, rows_U[rows_U >= 0], True)
 
-    def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
+    def move(self, number: int, link: Link, records_SR: Tensor) -> None:
         """Write evicted rows back, and load others into their slots."""
         loaded_U, evicted_U, slots = self._lists[number % 2]
         rows_U, order = evicted_U.sort()
         from_slots = slots[len(slots) - len(evicted_U) :][order]
-        link.write(table_AR, rows_U, records_SR, from_slots)
+        link.write(rows_U, records_SR, from_slots)
         self.slot_of_A.index_fill_(0, evicted_U, self._capacity)
         rows_U, order = loaded_U.sort()
-        link.read(table_AR, rows_U, records_SR, slots[order])
+        link.read(rows_U, records_SR, slots[order])
         self.slot_of_A.index_copy_(0, loaded_U, slots.int())
 
     def has_placed_all(self, number: int, planned: torch.cuda.Event | None) -> bool:
@@ -249,9 +247,9 @@ class GpuPlanner:
             most = sum(rows_U.shape[0] for rows_U in page.lists)
         self._make_room(number, most)
         for rows_U in page.lists:
-            self._mark(rows_U, None, self._wanted[number % 2])
-        for soon_U, row_count in page.soon:
-            self._mark(soon_U, row_count, self._late_W)
+            self._mark(rows_U, self._wanted[number % 2])
+        for soon_U in page.soon:
+            self._mark(soon_U, self._late_W)
         return Wanted(
             marks=page.marks_A,
             used_soon=page.soon_A,
@@ -270,10 +268,10 @@ class GpuPlanner:
             lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
             self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.plan)
 
-    def move(self, number: int, link: Link, table_AR: Tensor, records_SR: Tensor) -> None:
+    def move(self, number: int, link: Link, records_SR: Tensor) -> None:
         """Do as `TorchPlanner.move`, for a pinned table."""
         exchange_records(
-            self.moves[number % 2], table_AR, records_SR, self.slot_of_A, self._capacity
+            self.moves[number % 2], link.table_VR, records_SR, self.slot_of_A, self._capacity
         )
 
     def has_placed_all(self, number: int, planned: torch.cuda.Event | None) -> bool:
@@ -289,11 +287,10 @@ class GpuPlanner:
         _, used, read, written, _ = self.counters.tolist()
         return used, read, written
 
-    def _mark(self, rows_U: Tensor, row_count: Tensor | None, words_W: Tensor) -> None:
+    def _mark(self, rows_U: Tensor, words_W: Tensor) -> None:
         """Set the bits of rows."""
         count = rows_U.shape[0]
-        launch = kernel("cache.cu", "mark_rows")
-        launch(blocks_for(count), rows=rows_U, count=count, row_count=row_count, words=words_W)
+        kernel("cache.cu", "mark_rows")(blocks_for(count), rows=rows_U, count=count, words=words_W)
 
 
 def exchange_records(

@@ -96,10 +96,9 @@ class FoundRows(NamedTuple):
     """What `find_rows` returns."""
 
     places_N: Tensor  # int64, the place of each id among the rows
-    rows_N: Tensor  # int64, the rows, by rank and then sorted, at the front
+    rows_N: Tensor  # int64, the rows, by rank and then sorted; behind them -1
     narrow_N: Tensor  # the same in 32 bits
-    row_count: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
-    last_N: Tensor | None  # int64, the last id of each row
+    row_count: Tensor  # int64 [1]: how many rows
 
 
 def find_rows(
@@ -107,7 +106,6 @@ def find_rows(
     spans: Spans,
     each: int,  # ids of each table, 0 if `spans` has their numbers
     readback: Tensor,
-    is_filled: bool = False,
     are_rows: bool = False,
     has_gaps: bool = False,
 ) -> FoundRows:
@@ -118,24 +116,22 @@ def find_rows(
     table of each rank the rows before it, the least and the greatest id that is no row (0: none),
     and 1 + the place of its padding row (0: it is not there).
 
-    With `is_filled`, -1 stands behind the rows, and alone if an id is no row; and the last id of
-    each row is found. With `are_rows`, ids are rows of one rank, of all tables in any order. With
-    `has_gaps`, -1 is no id.
+    If an id is no row, there are no rows. With `are_rows`, ids are rows of one rank, of all tables
+    in any order. With `has_gaps`, -1 is no id.
     """
     assert spans.ranks == 1 or not are_rows, "rows of one rank"
     first, device = ids[0], spans.on_device.device
     count = len(ids) * first.numel()
     word_blocks = -(-spans.words // THREADS)
     words = word_blocks * THREADS
-    # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
-    # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
+    # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return:
+    # numbers, words and done; and rows before words and blocks.
     size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
-    numbers = torch.zeros(size + count * is_filled, dtype=torch.int64, device=device)
+    numbers = torch.zeros(size, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
-    kept = torch.empty(2 * count + 2, dtype=torch.int64, device=device)
-    places_N, rows_N, row_count = kept.split_with_sizes([count, count, 2])
+    kept = torch.empty(2 * count + 1, dtype=torch.int64, device=device)
+    places_N, rows_N, row_count = kept.split_with_sizes([count, count, 1])
     narrow_N = torch.empty(count, dtype=torch.int32, device=device)
-    rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     look_up = c_struct("lookup.cu", "LookUp")(
         ids=first,
         narrow_ids=first.dtype == torch.int32,
@@ -153,13 +149,11 @@ def find_rows(
         places=places_N,
         readback=readback,
         row_count=row_count,
-        rest=rest_N,
-        last=last_N,
     )
     blocks = blocks_for(count)
     in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")
     in_turn(blocks, word_blocks, word_blocks, blocks, look_up=look_up)
-    return FoundRows(places_N, rows_N, narrow_N, row_count, last_N)
+    return FoundRows(places_N, rows_N, narrow_N, row_count)
 
 
 def move_records(
@@ -191,22 +185,6 @@ def move_records(
             width=table_VR.shape[1] * itemsize // 16,
             to_table=to_table,
         )
-
-
-def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:
-    """Copy the record of the last id of each row to the row's other ids.
-
-    A record is a multiple of 16 bytes.
-    """
-    count, width = places_N.shape[0], records_NR.shape[1] * records_NR.element_size() // 16
-    kernel("rows.cu", "copy_repeated")(
-        blocks_for(32 * count),
-        places=places_N,
-        last=last_U,
-        count=count,
-        records=records_NR,
-        width=width,
-    )
 
 
 class Bags(NamedTuple):

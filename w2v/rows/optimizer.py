@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
@@ -28,7 +26,7 @@ from w2v.rows.optim import RowOptimizer, find_class, optimizer_name
 from w2v.rows.paged_table import PagedTable, open_together, share_cache, step_fused
 from w2v.rows.shard import LookedUpBatch
 from w2v.rows.table import Table
-from w2v.rows.weight import PagedWeight
+from w2v.rows.weight import PagedWeight, refuse_others
 
 SCHEDULED = "lr", "betas", "momentum"  # what schedulers of torch change
 
@@ -50,13 +48,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         step: Whether bias correction counts the steps of the "table" or of each "row".
         fused: Add gradients and step rows by kernels of this library, on a GPU: several times
             faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
-            number whose step is not finite keeps its value, as do up to three beside it. A
-            parameter of `param_groups` then has the gradients of rows without their weights.
+            number whose step is not finite keeps its value, as do up to three beside it.
         dense: Step the other parameters too, as `w2v.optimizer`: arguments for these. A group of
             both kinds becomes two, and `param_groups` has the weights of the modules, whose `grad`
             is that of the rows that have one.
         **args: Other arguments of the optimizer, such as betas.
     """
+
+    steps_tables = True  # for `refuse_others`
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Have tables keep their gradients for this optimizer."""
         is_one = self._dense_args is not None
         if is_one:
-            _refuse_others()
+            refuse_others()
         for table in tables:
             table.has_optimizer = True
             table.fused = self._fused
@@ -464,23 +463,6 @@ def optimizer(
         **settings: Further arguments of `PagedOptimizer`.
     """
     return PagedOptimizer(model, optimizer, lr=lr, dense=dense or {}, **settings)
-
-
-@functools.cache
-def _refuse_others() -> None:
-    """Have other optimizers refuse the weights that `w2v.optimizer` steps."""
-
-    def check(other: Any, *_: Any) -> None:
-        if isinstance(other, PagedOptimizer):
-            return
-        for parameter in itertools.chain.from_iterable(
-            group["params"] for group in other.param_groups
-        ):
-            if isinstance(parameter, PagedWeight) and parameter.table.shows_grad:
-                has = f"this {type(other).__name__} has the weight of a PagedEmbedding"
-                raise ValueError(f"{has}, which w2v.optimizer steps; give it to one of them")
-
-    register_optimizer_step_pre_hook(check)
 
 
 def _rate(lr: Any) -> float:

@@ -53,7 +53,7 @@ class RowParameter(nn.Parameter):
 
     Attributes:
         grad_UD: These, [U, D]. torch lets no gradient have another shape than its parameter, which
-            has the rows' weights, and without `records` of a page none.
+            has no rows.
     """
 
     grad_UD: Tensor | None = None
@@ -258,16 +258,7 @@ class PagedTable:
         if (waiting := self.waiting()) is not None:
             page, grad_UD = self._joined(waiting, (page, grad_UD))
         self.page = page
-        if page.records is not None:
-            self.parameter.data = page.records[:, : self.embedding_dim]
-        else:
-            self.drop_weights()  # of a page before
         self.parameter.grad_UD = grad_UD
-
-    def drop_weights(self) -> None:
-        """Free the records of a page, whose weights the parameter has shown."""
-        if self.parameter.shape[0]:
-            self.parameter.data = self.parameter.new_empty(0, self.embedding_dim)
 
     @torch.no_grad()
     def _joined(self, *parts: tuple[RowPage, Tensor]) -> tuple[RowPage, Tensor]:
@@ -294,7 +285,6 @@ class PagedTable:
             if records_UR is not None and page.version != self.version:
                 records_UR = None  # the table has changed since
             page.records = None  # a step that fails half-way is repeated on the rows of the table
-            self.drop_weights()
             store.table.begin_step()
             with _repeatable([self]) as set_back:
                 for rows_u, grad_uD, records_uR in _in_parts(rows_U, grad_UD, records_UR):
@@ -606,7 +596,6 @@ def drop_pages(tables: Sequence[PagedTable]) -> None:
     """Drop rows and gradients that were stepped."""
     for table in tables:
         table.page = table.parameter.grad_UD = None
-        table.drop_weights()
     count_changes(tables)
 
 
@@ -628,9 +617,7 @@ def _no_weight() -> None:
 def _in_parts(
     rows_U: Tensor, grad_UD: Tensor, records_UR: Tensor | None = None
 ) -> Iterable[tuple[Tensor, Tensor, Tensor | None]]:
-    """Return rows, gradients and records, STEP_ROWS at a time."""
-    if len(rows_U) <= STEP_ROWS:  # no rows are a step too
-        return [(rows_U, grad_UD, records_UR)]
+    """Return rows, gradients and records, STEP_ROWS at a time, at least once."""
     rows, grads = rows_U.split(STEP_ROWS), grad_UD.split(STEP_ROWS)
     if records_UR is None:
         return zip(rows, grads, itertools.repeat(None))

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from w2v.rows import ops
 from w2v.rows.cache import TransferStats
 from w2v.rows.file import NPY_TYPES, copy_rows, lock, open_npy, save_npy
 from w2v.rows.group import Member, RowGroup, outside_inference
@@ -101,20 +100,12 @@ class Rows(Member):
         """
         with self.lock:
             group = self.group
-            (found,) = look_up([self], [ids], is_filled=True)  # negative rows are not read
+            (found,) = look_up([self], [ids])
             group.empty_caches()
-            is_queued = group.is_mapped
-            last_U = None
-            if is_queued:  # a row is read to the place of its last id at once
-                rows_U, last_U = found.look_up.rows_N, found.look_up.last_N
-            else:
-                rows_U = found.rows()
-            read_UW = group.read_stored(group.link, group.weights_VW, rows_U, last_U)
-            if last_U is not None:
-                ops.copy_repeated(found.places(), last_U, read_UW)
-                rows_ND = read_UW[:, : self.table.dim].contiguous()
-            else:
-                rows_ND = read_UW[:, : self.table.dim].index_select(0, found.places())
+            is_queued = group.is_mapped  # negative rows are not read
+            rows_U = found.look_up.rows_N if is_queued else found.rows()
+            read_UW = group.link.records(rows_U)
+            rows_ND = read_UW[:, : self.table.dim].index_select(0, found.places())
             self._check(found.look_up, waits=not (non_blocking and is_queued))
             return rows_ND.view(*found.shape, self.table.dim)
 
@@ -130,26 +121,24 @@ class Rows(Member):
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
             group = self.group
-            (found,) = look_up([self], [ids], is_filled=True)  # negative rows are not written
+            (found,) = look_up([self], [ids])
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
             values_NW = to_device(values, group.device).to(self.table.dtype)
             values_NW = values_NW.reshape(-1, self.table.dim)
-            if padding := group.weights_VW.shape[1] - self.table.dim:
+            if padding := group.link.table_VR.shape[1] - self.table.dim:
                 values_NW = F.pad(values_NW, (0, padding))
-            is_queued = group.is_mapped and group.is_exact
+            is_queued = group.is_mapped and group.is_exact  # negative rows are not written
             rows_U = found.look_up.rows_N if is_queued else found.rows()
             group.empty_caches()
             self.version += 1
-            if (last_U := found.look_up.last_N) is None:
-                places_N = found.places()
-                order_N = torch.arange(len(places_N), device=places_N.device)
-                last_U = places_N.new_zeros(len(rows_U))
-                last_U.scatter_reduce_(0, places_N, order_N, "amax")
-            last_U = last_U[: len(rows_U)]  # the last id of each row
+            places_N = found.places()
+            order_N = torch.arange(len(places_N), device=places_N.device)
+            last_U = places_N.new_zeros(len(rows_U))  # the last id of each row
+            last_U.scatter_reduce_(0, places_N, order_N, "amax")
             if group.is_exact:
-                group.link.write(group.weights_VW, rows_U, values_NW.contiguous(), last_U)
+                group.link.write(rows_U, values_NW.contiguous(), last_U)
             else:
                 records_UR = group.read(rows_U)
                 # In the table's dtype already: `write` has nothing left to round at random.

@@ -8,14 +8,17 @@ Shapes: V rows, D dimensions, U unique rows.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
@@ -402,6 +405,25 @@ def hand_over(old: Any, new: Any) -> None:
         new._post_accumulate_grad_hooks = later
     if grad is not None:
         new.grad = grad.to(new.device, new.dtype)
+
+
+@functools.cache
+def refuse_others() -> None:
+    """Have optimizers refuse weights that another one steps or that are gone."""
+
+    def check(optimizer: Any, *_: Any) -> None:
+        is_ours = hasattr(optimizer, "steps_tables")
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            reason = ""
+            if function := getattr(parameter, "replaced_by", None):
+                reason = f"a weight that {function} has replaced; make the optimizer afterwards"
+            elif isinstance(parameter, PagedWeight) and parameter.table.shows_grad and not is_ours:
+                stepped = "the weight of a PagedEmbedding, which w2v.optimizer steps"
+                reason = f"{stepped}; give it to one of them"
+            if reason:
+                raise ValueError(f"this {type(optimizer).__name__} has {reason}")
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _call_hook(

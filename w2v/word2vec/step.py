@@ -9,6 +9,7 @@ Shape: A rows of this rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.cache import Engine
-from w2v.rows.link import Waits, current_stream, on_stream
+from w2v.rows.link import current_stream, on_stream
 from w2v.rows.moves import WantedRows
 from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table
@@ -35,6 +36,39 @@ class StepResult(NamedTuple):
     batch: Batch  # of this step; the sampler may be pages ahead
     loss: Tensor  # float64, summed over the positive pairs and their negatives
     pairs: Tensor  # int64, number of positive pairs
+
+
+class Waits:
+    """Time that a stream has waited for moves, by events around each."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def counted(self, device: torch.device) -> Iterator[None]:
+        """Count the time that a GPU's current stream takes for the block."""
+        if device.type == "cpu":
+            yield
+            return
+        stream = current_stream()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._open.append((before, after))
+        self._collect()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all waits that are over."""
+        self._collect()
+        return self._seconds
+
+    def _collect(self) -> None:
+        while self._open and self._open[0][1].query():
+            before, after = self._open.popleft()
+            self._seconds += before.elapsed_time(after) / 1000
 
 
 @dataclass(eq=False)

@@ -211,10 +211,9 @@ extern "C" __global__ void list(
     next_wanted[word] = 0;  // last, as it may be in_use
 }
 
-// Set the bits of rows, where a row's position is its number. row_count: as place_ids writes it, if
-// the GPU alone knows how many there are.
-extern "C" __global__ void mark_rows(
-    const long long* rows, long long count, OPTIONAL const long long* row_count, unsigned* words) {
-    if (row_count) count = row_count[1] ? 0 : row_count[0];
-    each_thread(count, [&](long long i) { atomicOr(words + rows[i] / 32, 1u << rows[i] % 32); });
+// Set the bits of rows, where a row's position is its number. Negative rows are skipped.
+extern "C" __global__ void mark_rows(const long long* rows, long long count, unsigned* words) {
+    each_thread(count, [&](long long i) {
+        if (rows[i] >= 0) atomicOr(words + rows[i] / 32, 1u << rows[i] % 32);
+    });
 }

@@ -37,15 +37,11 @@ struct LookUp {
     int gaps;           // whether -1 is no id
     Numbers* numbers;   // behind those of all spans are the words
     int* before;        // the number of rows before each word
-    long long* unique;  // the rows, and the same in 32 bits
+    long long* unique;  // the rows, then -1, as all are if an id is no row; the rows in 32 bits
     int* narrow;
     long long* places;  // first the ids; then of each among the rows, 0 for one that is no row
     HOST Numbers* readback;  // gets the numbers, in CPU memory
-    long long* row_count;    // gets the first two
-    // The list of rows, as long as the ids, if it is to become -1 behind the rows, and as a whole
-    // if an id is no row; and then the last id of each row, zeros before.
-    OPTIONAL long long* rest;
-    OPTIONAL long long* last;
+    long long* row_count;    // gets the first
 
     __device__ int parts() const { return tables * max(ranks, 1); }
     __device__ unsigned* words() const { return (unsigned*)(numbers->found + parts()); }
@@ -146,17 +142,16 @@ extern "C" __global__ void place_ids(LookUp look_up) {
     const unsigned* words = look_up.words();
     const long long listed = numbers->wrong ? 0 : numbers->unique;
     each_thread(look_up.count, [&](long long i) {
-        if (look_up.rest && i >= listed) look_up.rest[i] = -1;
+        if (i >= listed) look_up.unique[i] = -1;
         long long word;
         unsigned bit, place = 0;
         if (look_up.find_bit(look_up.places[i], i, &word, &bit))
             place = look_up.before[word] + __popc(words[word] & below(bit));
         look_up.places[i] = place;
-        if (look_up.rest) atomicMax(look_up.last + place, i);
     });
     each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
-        look_up.row_count[0] = readback->unique = numbers->unique;
-        look_up.row_count[1] = readback->wrong = numbers->wrong;
+        *look_up.row_count = readback->unique = numbers->unique;
+        readback->wrong = numbers->wrong;
     }
 }

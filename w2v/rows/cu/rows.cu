@@ -63,16 +63,6 @@ extern "C" __global__ void move_records(
     });
 }
 
-// Copy record last[p] to the records of other ids with place p: one of each row was read.
-extern "C" __global__ void copy_repeated(
-    const long long* places, const long long* last, long long count, float4* records, int width) {
-    each_warp(count, [&](long long n) {
-        const long long first = last[places[n]];
-        if (first != n)
-            copy_records(records + first * width, records + n * width, nullptr, nullptr, width);
-    });
-}
-
 struct Moves {  // of moves.py, see `list` of cache.cu
     const int *loaded, *evicted, *slots;
     const long long* plan;

@@ -220,10 +220,11 @@ def test_a_training_loop_with_autocast_workers_and_compiled_layers(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(embedding(tmp_path), nn.Linear(DIM, 1))
     compiled = torch.compile(model, backend="eager")
-    sparse = PagedOptimizer(model, "Adagrad", lr=0.3)
+    sparse = PagedOptimizer(model, "Adam", lr=0.3)
     dense = torch.optim.AdamW(model.parameters(), lr=0.03)
     schedule = torch.optim.lr_scheduler.OneCycleLR(dense, 0.03, total_steps=60)
     sparse_schedule = torch.optim.lr_scheduler.StepLR(sparse, 20, 0.5)
+    sparse.step = torch.compile(sparse.step, backend="eager")
     ids = torch.arange(ROWS).repeat(20)
     loader = DataLoader(TensorDataset(ids, ids % 2), batch_size=ROWS, num_workers=1)
     losses = []

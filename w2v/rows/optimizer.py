@@ -21,7 +21,7 @@ from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows import lookup, shard
 from w2v.rows.checkpoint import Checkpoints, latest
-from w2v.rows.embedding import paged_weights
+from w2v.rows.embedding import paged_weights, uncompiled
 from w2v.rows.group import RowGroup
 from w2v.rows.lookup import Ids, LookUp, RowPage, as_tensor
 from w2v.rows.optim import RowOptimizer, find_class, optimizer_name
@@ -189,6 +189,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{reason}; use torch.autocast with bfloat16, without a scaler")
         return False
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all rows that have gradients, and write them back.

@@ -1,6 +1,7 @@
 """One optimizer of tables and dense parameters trains as torch's does."""
 
 import copy
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -218,6 +219,10 @@ def test_state_dicts_are_those_of_torch(name):
     train((torchs, theirs))
     for model in (paged, other, copied):
         assert_equal(model, torchs)
+    for model, optimizer in ((copied, copied_optimizer), (torchs, theirs)):
+        optimizer.state = defaultdict(dict)  # as users begin anew
+        train((model, optimizer))
+    assert_equal(copied, torchs)
 
 
 CHECKPOINTED = [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adagrad", {})]

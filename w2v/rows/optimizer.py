@@ -58,6 +58,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         **args: Other arguments of the optimizer, such as betas.
     """
 
+    _stepped: Sequence[nn.Parameter] = ()  # those in `state`, unless users have removed them
+
     def __init__(
         self,
         tables: nn.Module | Iterable[nn.Module] | Iterable[dict[str, Any]],
@@ -79,7 +81,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         config = OptimizerConfig(name=self._name, lr=_rate(lr), args=args)
         defaults = RowOptimizer(config).arguments
         defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
-        self._dense: torch.optim.Optimizer | None = None  # shares groups and state
+        self._dense: torch.optim.Optimizer | None = None  # steps with our groups and state
         self._dense_args: dict[str, Any] | None = None
         if dense is not None:
             inherited = {} if "optimizer" in dense else args
@@ -141,7 +143,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._tables.update(zip(parameters, tables, strict=True))
         super().add_param_group(dict(param_group, params=parameters))
         share_cache(list(self._tables.values()))
-        self._link()
 
     def _claim(self, tables: Iterable[PagedTable]) -> None:
         """Have tables keep their gradients for this optimizer."""
@@ -163,13 +164,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         else:
             self._dense.add_param_group(param_group)
         self.param_groups.append(self._dense.param_groups[-1])
-        self._link()
-
-    def _link(self) -> None:
-        """Share groups and states with the optimizer of the dense parameters."""
-        if self._dense is not None:
-            groups = [group for group in self.param_groups if not self._has_tables(group)]
-            self._dense.param_groups, self._dense.state = groups, self.state
 
     def _has_tables(self, group: dict[str, Any]) -> bool:
         return any(parameter in self._tables for parameter in group["params"])
@@ -208,6 +202,10 @@ class PagedOptimizer(torch.optim.Optimizer):
                     table.check(optimizer)
             steps.append((tables, optimizer, lr))
         # Only now, so that a step that is refused changes no table.
+        for parameter in self._stepped:
+            if parameter not in self.state:  # which users clear or replace
+                table = self._tables[parameter]
+                table.set_state(table.initial_state())
         if self._ranks.size > 1:
             shard.reduce(list(self._tables.values()))
         for tables, optimizer, lr in steps:
@@ -217,15 +215,17 @@ class PagedOptimizer(torch.optim.Optimizer):
                 for table in tables:
                     table.step(optimizer, lr)
         if self._dense is not None:
+            groups = [group for group in self.param_groups if not self._has_tables(group)]
+            self._dense.param_groups, self._dense.state = groups, self.state  # users replace both
             self._dense.step()
         self._note_state()
         return loss
 
     def _note_state(self) -> None:
         """Note that there is a state: else torch.distributed.checkpoint steps."""
-        if not self.state:
-            for parameter in self._tables:
-                self.state[parameter] = {"step": torch.zeros(())}
+        self._stepped = [*self._tables]
+        for parameter in self._stepped:
+            self.state.setdefault(parameter, {})
 
     def pages(
         self,
@@ -355,7 +355,6 @@ class PagedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"the state of table {place} is of another optimizer or shape")
             loaded.append((table, given))
         super().load_state_dict(state_dict | {"state": others})  # checks the numbers of tables
-        self._link()
         self._note_state()
         for table, given in loaded:
             table.set_state(given)
@@ -421,7 +420,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold."""
-        names = "_name", "_counts", "_fused", "_tables", "_dense", "_dense_args"
+        names = "_name", "_counts", "_fused", "_tables", "_dense", "_dense_args", "_stepped"
         own = {name: getattr(self, name) for name in names}
         return super().__getstate__() | own | {"_row_optimizers": {}}
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral, Real
@@ -86,10 +87,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         if dense is not None:
             inherited = {} if "optimizer" in dense else args
             self._dense_args = {"optimizer": optimizer, "lr": lr} | inherited | dense
-        groups = [tables] if isinstance(tables, nn.Module) else list(tables)
-        if not groups:
+        groups = [tables] if isinstance(tables, (nn.Module, Tensor)) else list(tables)
+        if groups:
+            super().__init__(groups, defaults)  # type: ignore[arg-type]
+        if not (groups and self.param_groups):
             raise ValueError("there are no modules or weights to step; give the model")
-        super().__init__(groups, defaults)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step further tables: {"params": module, modules or weights, "lr": ...}."""
@@ -150,7 +152,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if is_one:
             _refuse_others()
         for table in tables:
-            table.has_optimizer = True
+            table.stepped_by = weakref.ref(self)
             table.fused = self._fused
             table.shows_grad = is_one
             table.checked = None
@@ -198,6 +200,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group, optimizer, tables in self._table_groups():
             lr = _rate(group["lr"])
             for table in tables:
+                if table.stepped_by is None or table.stepped_by() is not self:
+                    other = "another PagedOptimizer was made for a table of this one"
+                    raise ValueError(f"{other}; step that one, or make this one again")
                 if table.trainable or table.has_gradient:
                     table.check(optimizer)
             steps.append((tables, optimizer, lr))

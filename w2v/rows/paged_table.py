@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ class PagedTable:
         self.weight: Callable[[], Any] = _no_weight  # `PagedWeight`; weak, as it keeps the table
         self.cached_at: int | None = None  # version of the weight; None: no row is cached
         # The optimizer, if there is one.
-        self.has_optimizer = False
+        self.stepped_by: weakref.ref[Any] | None = None  # the last that was made
         self.fused = False  # whether kernels add gradients and step
         self.shows_grad = False  # whether `weight.grad` has the gradients of rows
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
@@ -130,9 +131,9 @@ class PagedTable:
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        gone = dict.fromkeys(("init", "checked", "page", "announced", "cached_at"))
+        gone = dict.fromkeys(("init", "stepped_by", "checked", "page", "announced", "cached_at"))
         own = {"_store": self.store, "unsent": {}, "weight": _no_weight}
-        own |= dict.fromkeys(("has_optimizer", "fused", "shows_grad"), False)
+        own |= dict.fromkeys(("fused", "shows_grad"), False)
         return vars(self) | own | gone
 
     @property

@@ -295,7 +295,7 @@ class PagedWeight(_OfTable, nn.Parameter):
         # The first hook after a gradient is `_on_gradient`.
         if self._backward_hooks or len(self._post_accumulate_grad_hooks) > 1:  # type: ignore
             return "leaf"
-        if not table.has_optimizer and table.ranks.size == 1:
+        if table.stepped_by is None and table.ranks.size == 1:
             return "leaf"
         return "table" if table.trainable else None
 
@@ -305,7 +305,7 @@ class PagedWeight(_OfTable, nn.Parameter):
         It is sparse as the module's are, and where the table steps only rows that have one.
         """
         table, rows_U = self.table, page.rows() - page.store.first_row
-        if table.sparse or (receiver == "leaf" and table.has_optimizer):
+        if table.sparse or (receiver == "leaf" and table.stepped_by):
             return torch.sparse_coo_tensor(
                 rows_U[None], grad_UD, self.shape, is_coalesced=True, check_invariants=False
             )
@@ -326,12 +326,12 @@ class PagedWeight(_OfTable, nn.Parameter):
         table = self.table
         if table.shows_grad:
             return table.parameter.grad_UD
-        return None if table.has_optimizer else OWN_GRAD.__get__(self)
+        return None if table.stepped_by else OWN_GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         table = self.table
-        if not table.has_optimizer:
+        if table.stepped_by is None:
             OWN_GRAD.__set__(self, value)
         elif value is None:
             table.zero_grad()
@@ -429,7 +429,7 @@ def _on_gradient(weight: PagedWeight) -> None:
     """Take the gradient of a backward pass."""
     if OWN_GRAD.__get__(weight) is None:  # it went to the table
         return
-    if weight.table.has_optimizer:
+    if weight.table.stepped_by:
         weight.table.check_gradient()
         weight.pass_gradient()
     else:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.each_case import each_case
@@ -39,6 +40,8 @@ BAD_IDS = [
     (np.array([1], np.uint8), ValueError, "ids are torch.uint8"),
     (torch.tensor([True]), ValueError, "ids are torch.bool"),
     (torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "ids are torch.int64 on meta"),
+    (torch.eye(2).long().to_sparse(), ValueError, "nested or sparse; give a dense tensor, such"),
+    (nested_tensor([torch.tensor([1])], layout=torch.jagged), ValueError, "nested or sparse; give"),
 ]
 
 

@@ -89,29 +89,32 @@ def uncompiled(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def _of_table(name: str) -> Any:
+def _of_table(name: str, is_fixed: bool = False) -> Any:
     """Return a property of a module that is an attribute of its table."""
-    return property(
-        lambda module: getattr(module._table, name),
-        lambda module, value: setattr(module._table, name, value),
-    )
+
+    def change(module: PagedRows, value: Any) -> None:
+        if is_fixed and value != (present := getattr(module._table, name)):
+            kept = f"{name}={value!r} cannot be set, as the table has {present!r}"
+            raise ValueError(f"{kept}; make another, or use grow() or to()")
+        setattr(module._table, name, value)
+
+    return property(lambda module: getattr(module._table, name), change)
 
 
 class PagedRows(nn.Module):
     """What `PagedEmbedding` and `PagedEmbeddingBag` have in common."""
 
-    num_embeddings: int = _of_table("num_embeddings")
-    embedding_dim: int = _of_table("embedding_dim")
-    padding_idx: int | None = _of_table("padding_idx")
+    num_embeddings: int = _of_table("num_embeddings", is_fixed=True)
+    embedding_dim: int = _of_table("embedding_dim", is_fixed=True)
     max_norm: float | None = _of_table("max_norm")
     norm_type: float = _of_table("norm_type")
     scale_grad_by_freq: bool = _of_table("scale_grad_by_freq")
     sparse: bool = _of_table("sparse")
-    storage: Storage = _of_table("storage")
-    device: torch.device = _of_table("device")
-    dtype: torch.dtype = _of_table("dtype")
-    path: str | Path | None = _of_table("path")
-    state_storage: Storage | None = _of_table("state_storage")
+    storage: Storage = _of_table("storage", is_fixed=True)
+    device: torch.device = _of_table("device", is_fixed=True)
+    dtype: torch.dtype = _of_table("dtype", is_fixed=True)
+    path: str | Path | None = _of_table("path", is_fixed=True)
+    state_storage: Storage | None = _of_table("state_storage", is_fixed=True)
     weight: PagedWeight  # type: ignore[assignment]
 
     def __init__(
@@ -155,16 +158,16 @@ class PagedRows(nn.Module):
         check_table(num_embeddings, embedding_dim, {}, storage, dtype, path)
         if state_storage:
             check_table(num_embeddings, embedding_dim, {}, state_storage, dtype, None)
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            limits = f"{-num_embeddings} to {num_embeddings - 1}"
-            raise RowError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
         if ranks.size > 1 and path is not None:
             raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
         first = _initialiser(init, num_embeddings, embedding_dim)
+        draws_own = first is None and type(self).reset_parameters is not PagedRows.reset_parameters
+        if draws_own and path is not None:
+            raise ValueError(f"path={path}: a file is not open for reset_parameters(); give init")
         table = PagedTable(
             num_embeddings=num_embeddings,
             embedding_dim=embedding_dim,
-            padding_idx=None if padding_idx is None else padding_idx % num_embeddings,
+            padding_idx=_padding_row(padding_idx, num_embeddings),
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
@@ -182,11 +185,15 @@ class PagedRows(nn.Module):
             trainable=not _freeze,
             shares_no_rows=process_group is None,
         )
-        if first is None and seed is None:
+        if draws_own:
+            table.seed = table.seed or 0  # so that torch's generator draws nothing before
+        elif first is None and seed is None:
             table.draw_normal(num_embeddings)
         # Rows of a process group have their own exchange: data-parallel modules do not see them.
         weights = self._parameters if process_group is None else vars(self)
         weights["weight"] = PagedWeight(table)
+        if draws_own:
+            self.reset_parameters()
 
     @classmethod
     def from_pretrained(
@@ -216,6 +223,14 @@ class PagedRows(nn.Module):
     @property
     def _table(self) -> PagedTable:
         return self._weight.table
+
+    @property
+    def padding_idx(self) -> int | None:  # type: ignore[override]
+        return self._table.padding_idx
+
+    @padding_idx.setter
+    def padding_idx(self, row: int | None) -> None:
+        self._table.padding_idx = _padding_row(row, self.num_embeddings)
 
     @property
     def store(self) -> Rows:
@@ -627,6 +642,16 @@ def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:
             parts = (part for part in each.modules() if isinstance(part, PagedRows))
             found |= dict.fromkeys(part.weight for part in parts)
     return list(found)
+
+
+def _padding_row(padding_idx: int | None, rows: int) -> int | None:
+    """Return the padding row, counted from the first; raise if there is none."""
+    if padding_idx is None:
+        return None
+    if not -rows <= padding_idx < rows:
+        limits = f"{-rows} to {rows - 1}"
+        raise RowError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
+    return padding_idx % rows
 
 
 def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,14 +90,20 @@ def uncompiled(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def _of_table(name: str, is_fixed: bool = False) -> Any:
+def _of_table(name: str) -> Any:
     """Return a property of a module that is an attribute of its table."""
 
     def change(module: PagedRows, value: Any) -> None:
-        if is_fixed and value != (present := getattr(module._table, name)):
-            kept = f"{name}={value!r} cannot be set, as the table has {present!r}"
-            raise ValueError(f"{kept}; make another, or use grow() or to()")
-        setattr(module._table, name, value)
+        table = module._table
+        if name == "padding_idx" and value is not None:
+            rows = table.num_embeddings
+            if not -rows <= value < rows:
+                limits = f"{-rows} to {rows - 1}"
+                raise RowError(f"padding_idx={value} is not a row; give one of {limits}")
+            value %= rows
+        elif name not in RULES and value != getattr(table, name):
+            raise ValueError(f"{name}={value!r} cannot be set; make another, or use grow() or to()")
+        setattr(table, name, value)
 
     return property(lambda module: getattr(module._table, name), change)
 
@@ -104,17 +111,18 @@ def _of_table(name: str, is_fixed: bool = False) -> Any:
 class PagedRows(nn.Module):
     """What `PagedEmbedding` and `PagedEmbeddingBag` have in common."""
 
-    num_embeddings: int = _of_table("num_embeddings", is_fixed=True)
-    embedding_dim: int = _of_table("embedding_dim", is_fixed=True)
+    num_embeddings: int = _of_table("num_embeddings")
+    embedding_dim: int = _of_table("embedding_dim")
+    padding_idx: int | None = _of_table("padding_idx")
     max_norm: float | None = _of_table("max_norm")
     norm_type: float = _of_table("norm_type")
     scale_grad_by_freq: bool = _of_table("scale_grad_by_freq")
     sparse: bool = _of_table("sparse")
-    storage: Storage = _of_table("storage", is_fixed=True)
-    device: torch.device = _of_table("device", is_fixed=True)
-    dtype: torch.dtype = _of_table("dtype", is_fixed=True)
-    path: str | Path | None = _of_table("path", is_fixed=True)
-    state_storage: Storage | None = _of_table("state_storage", is_fixed=True)
+    storage: Storage = _of_table("storage")
+    device: torch.device = _of_table("device")
+    dtype: torch.dtype = _of_table("dtype")
+    path: str | Path | None = _of_table("path")
+    state_storage: Storage | None = _of_table("state_storage")
     weight: PagedWeight  # type: ignore[assignment]
 
     def __init__(
@@ -167,7 +175,6 @@ class PagedRows(nn.Module):
         table = PagedTable(
             num_embeddings=num_embeddings,
             embedding_dim=embedding_dim,
-            padding_idx=_padding_row(padding_idx, num_embeddings),
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
@@ -192,6 +199,7 @@ class PagedRows(nn.Module):
         # Rows of a process group have their own exchange: data-parallel modules do not see them.
         weights = self._parameters if process_group is None else vars(self)
         weights["weight"] = PagedWeight(table)
+        self.padding_idx = padding_idx
         if draws_own:
             self.reset_parameters()
 
@@ -223,14 +231,6 @@ class PagedRows(nn.Module):
     @property
     def _table(self) -> PagedTable:
         return self._weight.table
-
-    @property
-    def padding_idx(self) -> int | None:  # type: ignore[override]
-        return self._table.padding_idx
-
-    @padding_idx.setter
-    def padding_idx(self, row: int | None) -> None:
-        self._table.padding_idx = _padding_row(row, self.num_embeddings)
 
     @property
     def store(self) -> Rows:
@@ -360,9 +360,8 @@ class PagedRows(nn.Module):
 class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
     """Embedding whose rows are fetched to the compute device as they are used.
 
-    An nn.Embedding for any program; `w2v.optimizer` or a `PagedOptimizer` steps it. Optimizers of
-    torch leave its `weight` alone, as `weight.grad` is None. Vectors are float32, or float64 as the
-    table. Memory is taken when the optimizer is made, or at the first use before that.
+    An nn.Embedding for any program; `w2v.optimizer` or a `PagedOptimizer` steps it. Vectors are
+    float32, or float64 as the table. Memory is taken when the optimizer is made, or at a first use.
 
     Args:
         num_embeddings: Number of rows V.
@@ -598,8 +597,7 @@ def _replace(
         for name, parameter in module._parameters.items():
             if parameter in weights:
                 module._parameters[name] = weights[parameter]
-    _refuse_replaced()
-    _stepped.clear()
+    check_optimizers()
     for old_weight, weight in weights.items():
         hand_over(old_weight, weight)
         stepped: list[Any] = [old_weight]
@@ -610,26 +608,30 @@ def _replace(
     return model
 
 
-# Those whose weights were looked at since the last replacement.
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Groups of optimizers that were checked since a weight was last replaced or claimed.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_register = functools.cache(register_optimizer_step_pre_hook)
 
 
-@functools.cache
-def _refuse_replaced() -> None:
-    """Have optimizers refuse weights that are not those of a model any more."""
+def check_optimizers() -> None:
+    """Have optimizers refuse weights that are not theirs, at their next step."""
+    _checked.clear()
+    _register(_check)
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in _stepped:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if function := getattr(parameter, "replaced_by", None):
-                    kind = type(optimizer).__name__
-                    has = f"this {kind} has a weight that {function} has replaced"
-                    raise ValueError(f"{has}; make the optimizer afterwards")
-        _stepped.add(optimizer)
 
-    register_optimizer_step_pre_hook(check)
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    groups, kind = optimizer.param_groups, type(optimizer).__name__
+    if _checked.get(optimizer) == len(groups):
+        return
+    for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
+        if function := getattr(parameter, "replaced_by", None):
+            has = f"this {kind} has a weight that {function} has replaced"
+            raise ValueError(f"{has}; make the optimizer afterwards")
+        is_shown = isinstance(parameter, PagedWeight) and parameter.table.shows_grad
+        if is_shown and not parameter.table.is_stepped_by(optimizer):
+            has = f"this {kind} has the weight of a PagedEmbedding"
+            raise ValueError(f"{has}, which a w2v.optimizer steps; give it to one of them")
+    _checked[optimizer] = len(groups)
 
 
 def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:
@@ -642,16 +644,6 @@ def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:
             parts = (part for part in each.modules() if isinstance(part, PagedRows))
             found |= dict.fromkeys(part.weight for part in parts)
     return list(found)
-
-
-def _padding_row(padding_idx: int | None, rows: int) -> int | None:
-    """Return the padding row, counted from the first; raise if there is none."""
-    if padding_idx is None:
-        return None
-    if not -rows <= padding_idx < rows:
-        limits = f"{-rows} to {rows - 1}"
-        raise RowError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
-    return padding_idx % rows
 
 
 def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:

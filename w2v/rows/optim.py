@@ -431,7 +431,7 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     for key in config.args:
         if key not in own:
             near = nearest(key, own)
-            choices = f"choose from {' '.join(sorted(own))}, or clear a file's by optimizer.args={{}}"
+            choices = f"choose from {' '.join(sorted(own))}; optimizer.args={{}} clears all"
             hint = f"did you mean {near}?" if near else choices
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
         value, default = config.args[key], accepted[key]

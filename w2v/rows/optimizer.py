@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -16,13 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows import lookup, shard
 from w2v.rows.checkpoint import Checkpoints, latest
-from w2v.rows.embedding import paged_weights, uncompiled
+from w2v.rows.embedding import check_optimizers, paged_weights, uncompiled
 from w2v.rows.group import RowGroup
 from w2v.rows.lookup import Ids, LookUp, RowPage, as_tensor
 from w2v.rows.optim import RowOptimizer, find_class, optimizer_name
@@ -137,9 +135,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             if table not in opened and (table.trainable or table.has_state):
                 table.attach(optimizer)
         self._claim(tables)  # once none has been refused
-        for table in tables:
-            if table.trainable:
-                table.check(optimizer)
         for weight in weights:
             weight.pass_gradient()  # of backward passes before
         self._tables.update(zip(parameters, tables, strict=True))
@@ -148,13 +143,11 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _claim(self, tables: Iterable[PagedTable]) -> None:
         """Have tables keep their gradients for this optimizer."""
-        is_one = self._dense_args is not None
-        if is_one:
-            _refuse_others()
+        check_optimizers()
         for table in tables:
             table.stepped_by = weakref.ref(self)
             table.fused = self._fused
-            table.shows_grad = is_one
+            table.shows_grad = self._dense_args is not None
             table.checked = None
 
     def _add_dense(self, param_group: dict[str, Any]) -> None:
@@ -200,7 +193,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group, optimizer, tables in self._table_groups():
             lr = _rate(group["lr"])
             for table in tables:
-                if table.stepped_by is None or table.stepped_by() is not self:
+                if not table.is_stepped_by(self):
                     other = "another PagedOptimizer was made for a table of this one"
                     raise ValueError(f"{other}; step that one, or make this one again")
                 if table.trainable or table.has_gradient:
@@ -244,19 +237,17 @@ class PagedOptimizer(torch.optim.Optimizer):
                 loss = model(users(batch["user_id"]))
 
         Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
-        Rows of the next batch come while this one computes, and rows of the batches after it stay,
-        in the memory of gpu_bytes; without that, pinned tables get room for the rows of `ahead`
-        batches until the loop ends, if these are many: half of what is free at most. Results are
-        those of the loader, bit for bit, unless both it and the loop draw from one random
-        generator. Errors of the loader or of ids are raised once the batches before are used.
+        Without gpu_bytes, pinned tables get room for the rows of `ahead` batches until the loop
+        ends, if these are many: half of what is free at most. Results are those of the loader, bit
+        for bit, unless both it and the loop draw from one random generator. Errors of the loader
+        or of ids are raised once the batches before are used.
 
         Args:
             loader: Batches, such as those of a DataLoader.
             key: Item of a batch that has the ids; a list of one for each table, in the order of the
                 tables, frozen ones too; or a function that returns the ids for each table, or the
                 only one.
-            ahead: Number of batches that are read ahead. The rows of half as many move together,
-                which takes less time than one after the other.
+            ahead: Number of batches that are read ahead. The rows of half as many move together.
         """
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
@@ -339,15 +330,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         if missing := {"param_groups", "state"}.difference(state_dict):
             found = f"state_dict begins with {[*state_dict][:3]} and has no {sorted(missing)[0]}"
             raise ValueError(f"{found}; give an optimizer's")
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        listed = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = dict(enumerate(listed))
         loaded, others = [], dict(state_dict["state"])
         optimizers = {
             table: optimizer for _, optimizer, tables in self._table_groups() for table in tables
         }
         for table, place in self._numbers().items():
-            given = {}
-            if place < len(numbers):
-                given = others.pop(numbers[place], {})
+            given = others.pop(numbers.get(place), {})
             if given and not table.has_state:  # as it is frozen
                 table.check(optimizers[table])
             state = table.state()
@@ -469,23 +459,6 @@ def optimizer(
         **settings: Further arguments of `PagedOptimizer`.
     """
     return PagedOptimizer(model, optimizer, lr=lr, dense=dense or {}, **settings)
-
-
-@functools.cache
-def _refuse_others() -> None:
-    """Have other optimizers refuse the weights that `w2v.optimizer` steps."""
-
-    def check(other: Any, *_: Any) -> None:
-        if isinstance(other, PagedOptimizer):
-            return
-        for parameter in itertools.chain.from_iterable(
-            group["params"] for group in other.param_groups
-        ):
-            if isinstance(parameter, PagedWeight) and parameter.table.shows_grad:
-                has = f"this {type(other).__name__} has the weight of a PagedEmbedding"
-                raise ValueError(f"{has}, which w2v.optimizer steps; give it to one of them")
-
-    register_optimizer_step_pre_hook(check)
 
 
 def _rate(lr: Any) -> float:

@@ -83,7 +83,6 @@ class PagedTable:
 
     num_embeddings: int
     embedding_dim: int
-    padding_idx: int | None
     max_norm: float | None
     norm_type: float
     scale_grad_by_freq: bool
@@ -100,6 +99,7 @@ class PagedTable:
     sparse: bool  # as gradients of its weight
     trainable: bool  # as `requires_grad` of its weight
     shares_no_rows: bool  # with other processes, as it was made without a process group
+    padding_idx: int | None = None
     mode: str | None = None  # of bags
     include_last_offset: bool = False  # of bags
 
@@ -187,6 +187,10 @@ class PagedTable:
     def trains(self) -> bool:
         """Return whether a forward pass now is followed by gradients."""
         return self.trainable and torch.is_grad_enabled()
+
+    def is_stepped_by(self, optimizer: Any) -> bool:
+        """Return whether this is the last optimizer that was made for the table."""
+        return self.stepped_by is not None and self.stepped_by() is optimizer
 
     @property
     def has_state(self) -> bool:

@@ -348,13 +348,10 @@ class PagedWeight(_OfTable, nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    @property
-    def requires_grad(self) -> bool:
-        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
-
-    @requires_grad.setter
-    def requires_grad(self, requires_grad: bool) -> None:
-        self.requires_grad_(requires_grad)
+    requires_grad: Any = property(
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        lambda weight, value: weight.requires_grad_(value),
+    )
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedWeight:
         """Train or freeze the table."""

@@ -57,8 +57,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         **args: Other arguments of the optimizer, such as betas.
     """
 
-    _stepped: Sequence[nn.Parameter] = ()  # those in `state`, unless users have removed them
-
     def __init__(
         self,
         tables: nn.Module | Iterable[nn.Module] | Iterable[dict[str, Any]],
@@ -80,6 +78,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         config = OptimizerConfig(name=self._name, lr=_rate(lr), args=args)
         defaults = RowOptimizer(config).arguments
         defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
+        self._stepped: list[nn.Parameter] = []  # of tables in `state`, unless users removed them
         self._dense: torch.optim.Optimizer | None = None  # steps with our groups and state
         self._dense_args: dict[str, Any] | None = None
         if dense is not None:

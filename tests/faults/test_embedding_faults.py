@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.each_case import each_case
@@ -39,6 +40,8 @@ BAD_IDS = [
     (np.array([1], np.uint8), ValueError, "ids are torch.uint8"),
     (torch.tensor([True]), ValueError, "ids are torch.bool"),
     (torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "ids are torch.int64 on meta"),
+    (torch.eye(2).long().to_sparse(), ValueError, "nested or sparse; give a dense tensor, such"),
+    (nested_tensor([torch.tensor([1])], layout=torch.jagged), ValueError, "nested or sparse; give"),
 ]
 
 
@@ -401,6 +404,11 @@ def test_what_the_table_cannot_become_is_refused(tmp_path):
         model.to("meta")
     with pytest.raises(ValueError, match="cannot share a table by share_memory.*use process_group"):
         model.share_memory()
+    with pytest.raises(ValueError, match="num_embeddings=10 cannot be set; make another, or"):
+        table.num_embeddings = ROWS + 1
+    own = type("Own", (PagedEmbedding,), {"reset_parameters": lambda its: None})
+    with pytest.raises(ValueError, match=r"not open for reset_parameters\(\); give init"):
+        own(ROWS, DIM, storage="mmap", path=tmp_path / "own.npy")
     with pytest.raises(ValueError, match="8 rows are fewer than the present 9"):
         table.grow(ROWS - 1)
     with pytest.raises(ValueError, match="a file cannot grow; load its rows into another"):
@@ -567,6 +575,11 @@ def test_an_optimizer_that_is_refused_leaves_the_table_as_it_was(tmp_path):
 def test_a_padding_row_outside_the_table_is_refused():
     with pytest.raises(IndexError, match="padding_idx=9 is not a row; give one of -9 to 8"):
         PagedEmbedding(ROWS, DIM, ROWS)
+    table = PagedEmbedding(ROWS, DIM)
+    with pytest.raises(IndexError, match="padding_idx=9 is not a row; give one of -9 to 8"):
+        table.padding_idx = ROWS
+    table.padding_idx = -1
+    assert table.padding_idx == ROWS - 1
 
 
 def test_gradients_that_nothing_uses_are_named(tmp_path):

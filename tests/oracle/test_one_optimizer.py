@@ -1,6 +1,7 @@
 """One optimizer of tables and dense parameters trains as torch's does."""
 
 import copy
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -218,6 +219,10 @@ def test_state_dicts_are_those_of_torch(name):
     train((torchs, theirs))
     for model in (paged, other, copied):
         assert_equal(model, torchs)
+    for model, optimizer in ((copied, copied_optimizer), (torchs, theirs)):
+        optimizer.state = defaultdict(dict)  # as users begin anew
+        train((model, optimizer))
+    assert_equal(copied, torchs)
 
 
 CHECKPOINTED = [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adagrad", {})]
@@ -319,6 +324,8 @@ def test_frozen_tables_and_models_without_tables():
     before = paged.table.weight.clone()
     train((paged, mine))
     assert torch.equal(paged.table.weight, before)
+    with pytest.raises(ValueError, match="no modules or weights to step; give the model"):
+        w2v.optimizer(nn.Sequential(), "SGD", lr=0.1)
     head = nn.Linear(1, 1)
     plain = w2v.optimizer(head, "SGD", lr=1.0)
     before = head.weight.detach().clone()
@@ -335,8 +342,15 @@ def test_an_unknown_argument_of_dense_is_refused():
 
 def test_another_optimizer_of_the_same_weight_is_refused():
     model = Model(PagedEmbedding, PagedEmbeddingBag)
-    w2v.optimizer([{"params": model.table}], "Adam", lr=0.1)
+    earlier = w2v.optimizer(model.table.weight, "Adam", lr=0.1)
+    later = w2v.optimizer(model, "Adam", lr=0.1)
     other = torch.optim.Adam(model.parameters())
     model(EVERY).sum().backward()
     with pytest.raises(ValueError, match="this Adam has the weight .* give it to one of them"):
         other.step()
+    before = model.table.weight.clone()
+    with pytest.raises(ValueError, match="this PagedOptimizer has the weight .* give it to one of"):
+        earlier.step()
+    assert torch.equal(model.table.weight, before)
+    later.step()
+    assert not torch.equal(model.table.weight, before)

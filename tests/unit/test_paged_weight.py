@@ -547,6 +547,8 @@ def test_first_weights_and_the_generator_are_those_of_torch(kind, rows, dim, dty
         found.append((torch.get_rng_state(), *(table.weight.detach().clone() for table in tables)))
         tables[0].reset_parameters()
         found[-1] += (tables[0].weight.detach(), torch.rand(3))
+        own = type(kind, (each,), {"reset_parameters": lambda its: nn.init.uniform_(its.weight)})
+        found[-1] += (own(rows, dim).weight.detach(), torch.rand(3))
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs.to(mine.dtype))
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from w2v.config import ConfigError, TransferConfig
 from w2v.rows import lookup, ops, shard
@@ -39,7 +42,7 @@ from w2v.rows.paged_table import PagedTable
 from w2v.rows.shard import RoutedLookUp, look_up_alone
 from w2v.rows.store import Rows, open_device
 from w2v.rows.table import Init, Storage, check_table
-from w2v.rows.weight import PagedWeight, hand_over, refuse_others
+from w2v.rows.weight import PagedWeight, hand_over
 
 LINEAR_ROWS = 1 << 18  # whose products are computed at a time
 TRANSFORMED = (
@@ -89,10 +92,20 @@ def uncompiled(function: Function) -> Function:
 
 def _of_table(name: str) -> Any:
     """Return a property of a module that is an attribute of its table."""
-    return property(
-        lambda module: getattr(module._table, name),
-        lambda module, value: setattr(module._table, name, value),
-    )
+
+    def change(module: PagedRows, value: Any) -> None:
+        table = module._table
+        if name == "padding_idx" and value is not None:
+            rows = table.num_embeddings
+            if not -rows <= value < rows:
+                limits = f"{-rows} to {rows - 1}"
+                raise RowError(f"padding_idx={value} is not a row; give one of {limits}")
+            value %= rows
+        elif name not in RULES and value != getattr(table, name):
+            raise ValueError(f"{name}={value!r} cannot be set; make another, or use grow() or to()")
+        setattr(table, name, value)
+
+    return property(lambda module: getattr(module._table, name), change)
 
 
 class PagedRows(nn.Module):
@@ -153,16 +166,15 @@ class PagedRows(nn.Module):
         check_table(num_embeddings, embedding_dim, {}, storage, dtype, path)
         if state_storage:
             check_table(num_embeddings, embedding_dim, {}, state_storage, dtype, None)
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            limits = f"{-num_embeddings} to {num_embeddings - 1}"
-            raise RowError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
         if ranks.size > 1 and path is not None:
             raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
         first = _initialiser(init, num_embeddings, embedding_dim)
+        draws_own = first is None and type(self).reset_parameters is not PagedRows.reset_parameters
+        if draws_own and path is not None:
+            raise ValueError(f"path={path}: a file is not open for reset_parameters(); give init")
         table = PagedTable(
             num_embeddings=num_embeddings,
             embedding_dim=embedding_dim,
-            padding_idx=None if padding_idx is None else padding_idx % num_embeddings,
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
@@ -180,11 +192,16 @@ class PagedRows(nn.Module):
             trainable=not _freeze,
             shares_no_rows=process_group is None,
         )
-        if first is None and seed is None:
+        if draws_own:
+            table.seed = table.seed or 0  # so that torch's generator draws nothing before
+        elif first is None and seed is None:
             table.draw_normal(num_embeddings)
         # Rows of a process group have their own exchange: data-parallel modules do not see them.
         weights = self._parameters if process_group is None else vars(self)
         weights["weight"] = PagedWeight(table)
+        self.padding_idx = padding_idx
+        if draws_own:
+            self.reset_parameters()
 
     @classmethod
     def from_pretrained(
@@ -343,9 +360,8 @@ class PagedRows(nn.Module):
 class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
     """Embedding whose rows are fetched to the compute device as they are used.
 
-    An nn.Embedding for any program; `w2v.optimizer` or a `PagedOptimizer` steps it. Optimizers of
-    torch leave its `weight` alone, as `weight.grad` is None. Vectors are float32, or float64 as the
-    table. Memory is taken when the optimizer is made, or at the first use before that.
+    An nn.Embedding for any program; `w2v.optimizer` or a `PagedOptimizer` steps it. Vectors are
+    float32, or float64 as the table. Memory is taken when the optimizer is made, or at a first use.
 
     Args:
         num_embeddings: Number of rows V.
@@ -581,7 +597,7 @@ def _replace(
         for name, parameter in module._parameters.items():
             if parameter in weights:
                 module._parameters[name] = weights[parameter]
-    refuse_others()
+    check_optimizers()
     for old_weight, weight in weights.items():
         hand_over(old_weight, weight)
         stepped: list[Any] = [old_weight]
@@ -590,6 +606,33 @@ def _replace(
         for parameter in stepped:
             parameter.replaced_by = f"w2v.{function}"
     return model
+
+
+# Groups of optimizers that were checked since a weight was last replaced or claimed.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_register = functools.cache(register_optimizer_step_pre_hook)
+
+
+def check_optimizers() -> None:
+    """Have optimizers refuse weights that are not theirs, at their next step."""
+    _checked.clear()
+    _register(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise `ValueError` for a weight that another optimizer steps, or that was replaced."""
+    groups, kind = optimizer.param_groups, type(optimizer).__name__
+    if _checked.get(optimizer) == len(groups):
+        return
+    for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
+        if function := getattr(parameter, "replaced_by", None):
+            has = f"this {kind} has a weight that {function} has replaced"
+            raise ValueError(f"{has}; make the optimizer afterwards")
+        is_shown = isinstance(parameter, PagedWeight) and parameter.table.shows_grad
+        if is_shown and not parameter.table.is_stepped_by(optimizer):
+            has = f"this {kind} has the weight of a PagedEmbedding"
+            raise ValueError(f"{has}, which a w2v.optimizer steps; give it to one of them")
+    _checked[optimizer] = len(groups)
 
 
 def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:

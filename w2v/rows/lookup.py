@@ -449,6 +449,8 @@ def as_tensor(values: Any) -> Tensor:
 def _checked(given: Ids) -> Tensor:
     """Return ids as a tensor; refuse what are no whole numbers."""
     ids = as_tensor(given)
+    if ids.is_nested or ids.layout is not torch.strided:
+        raise ValueError("ids are nested or sparse; give a dense tensor, such as ids.values()")
     if not ids.numel():
         ids = ids.long()  # an empty list has become float32
     if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:

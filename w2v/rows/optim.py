@@ -431,8 +431,8 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     for key in config.args:
         if key not in own:
             near = nearest(key, own)
-            clears = "optimizer.args={} clears what a config file has set"
-            hint = f"did you mean {near}?" if near else clears
+            choices = f"choose from {' '.join(sorted(own))}; optimizer.args={{}} clears all"
+            hint = f"did you mean {near}?" if near else choices
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
         value, default = config.args[key], accepted[key]
         is_list = isinstance(value, (list, tuple))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral, Real
@@ -19,14 +20,14 @@ from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows import lookup, shard
 from w2v.rows.checkpoint import Checkpoints, latest
-from w2v.rows.embedding import paged_weights
+from w2v.rows.embedding import check_optimizers, paged_weights, uncompiled
 from w2v.rows.group import RowGroup
 from w2v.rows.lookup import Ids, LookUp, RowPage, as_tensor
 from w2v.rows.optim import RowOptimizer, find_class, optimizer_name
 from w2v.rows.paged_table import PagedTable, open_together, share_cache, step_fused
 from w2v.rows.shard import LookedUpBatch
 from w2v.rows.table import Table
-from w2v.rows.weight import PagedWeight, refuse_others
+from w2v.rows.weight import PagedWeight
 
 SCHEDULED = "lr", "betas", "momentum"  # what schedulers of torch change
 
@@ -48,14 +49,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         step: Whether bias correction counts the steps of the "table" or of each "row".
         fused: Add gradients and step rows by kernels of this library, on a GPU: several times
             faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
-            number whose step is not finite keeps its value, as do up to three beside it.
+            number whose step is not finite keeps its value, as do up to three beside it. A
+            parameter of `param_groups` then has the gradients of rows without their weights.
         dense: Step the other parameters too, as `w2v.optimizer`: arguments for these. A group of
             both kinds becomes two, and `param_groups` has the weights of the modules, whose `grad`
             is that of the rows that have one.
         **args: Other arguments of the optimizer, such as betas.
     """
-
-    steps_tables = True  # for `refuse_others`
 
     def __init__(
         self,
@@ -78,15 +78,17 @@ class PagedOptimizer(torch.optim.Optimizer):
         config = OptimizerConfig(name=self._name, lr=_rate(lr), args=args)
         defaults = RowOptimizer(config).arguments
         defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
-        self._dense: torch.optim.Optimizer | None = None  # shares groups and state
+        self._stepped: list[nn.Parameter] = []  # of tables in `state`, unless users removed them
+        self._dense: torch.optim.Optimizer | None = None  # steps with our groups and state
         self._dense_args: dict[str, Any] | None = None
         if dense is not None:
             inherited = {} if "optimizer" in dense else args
             self._dense_args = {"optimizer": optimizer, "lr": lr} | inherited | dense
-        groups = [tables] if isinstance(tables, nn.Module) else list(tables)
-        if not groups:
+        groups = [tables] if isinstance(tables, (nn.Module, Tensor)) else list(tables)
+        if groups:
+            super().__init__(groups, defaults)  # type: ignore[arg-type]
+        if not (groups and self.param_groups):
             raise ValueError("there are no modules or weights to step; give the model")
-        super().__init__(groups, defaults)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step further tables: {"params": module, modules or weights, "lr": ...}."""
@@ -132,25 +134,19 @@ class PagedOptimizer(torch.optim.Optimizer):
             if table not in opened and (table.trainable or table.has_state):
                 table.attach(optimizer)
         self._claim(tables)  # once none has been refused
-        for table in tables:
-            if table.trainable:
-                table.check(optimizer)
         for weight in weights:
             weight.pass_gradient()  # of backward passes before
         self._tables.update(zip(parameters, tables, strict=True))
         super().add_param_group(dict(param_group, params=parameters))
         share_cache(list(self._tables.values()))
-        self._link()
 
     def _claim(self, tables: Iterable[PagedTable]) -> None:
         """Have tables keep their gradients for this optimizer."""
-        is_one = self._dense_args is not None
-        if is_one:
-            refuse_others()
+        check_optimizers()
         for table in tables:
-            table.has_optimizer = True
+            table.stepped_by = weakref.ref(self)
             table.fused = self._fused
-            table.shows_grad = is_one
+            table.shows_grad = self._dense_args is not None
             table.checked = None
 
     def _add_dense(self, param_group: dict[str, Any]) -> None:
@@ -162,13 +158,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         else:
             self._dense.add_param_group(param_group)
         self.param_groups.append(self._dense.param_groups[-1])
-        self._link()
-
-    def _link(self) -> None:
-        """Share groups and states with the optimizer of the dense parameters."""
-        if self._dense is not None:
-            groups = [group for group in self.param_groups if not self._has_tables(group)]
-            self._dense.param_groups, self._dense.state = groups, self.state
 
     def _has_tables(self, group: dict[str, Any]) -> bool:
         return any(parameter in self._tables for parameter in group["params"])
@@ -188,6 +177,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{reason}; use torch.autocast with bfloat16, without a scaler")
         return False
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all rows that have gradients, and write them back.
@@ -202,10 +192,17 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group, optimizer, tables in self._table_groups():
             lr = _rate(group["lr"])
             for table in tables:
+                if not table.is_stepped_by(self):
+                    other = "another PagedOptimizer was made for a table of this one"
+                    raise ValueError(f"{other}; step that one, or make this one again")
                 if table.trainable or table.has_gradient:
                     table.check(optimizer)
             steps.append((tables, optimizer, lr))
         # Only now, so that a step that is refused changes no table.
+        for parameter in self._stepped:
+            if parameter not in self.state:  # which users clear or replace
+                table = self._tables[parameter]
+                table.set_state(table.initial_state())
         if self._ranks.size > 1:
             shard.reduce(list(self._tables.values()))
         for tables, optimizer, lr in steps:
@@ -215,15 +212,17 @@ class PagedOptimizer(torch.optim.Optimizer):
                 for table in tables:
                     table.step(optimizer, lr)
         if self._dense is not None:
+            groups = [group for group in self.param_groups if not self._has_tables(group)]
+            self._dense.param_groups, self._dense.state = groups, self.state  # users replace both
             self._dense.step()
         self._note_state()
         return loss
 
     def _note_state(self) -> None:
         """Note that there is a state: else torch.distributed.checkpoint steps."""
-        if not self.state:
-            for parameter in self._tables:
-                self.state[parameter] = {"step": torch.zeros(())}
+        self._stepped = [*self._tables]
+        for parameter in self._stepped:
+            self.state.setdefault(parameter, {})
 
     def pages(
         self,
@@ -237,19 +236,17 @@ class PagedOptimizer(torch.optim.Optimizer):
                 loss = model(users(batch["user_id"]))
 
         Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
-        Rows of the next batch come while this one computes, and rows of the batches after it stay,
-        in the memory of gpu_bytes; without that, pinned tables get room for the rows of `ahead`
-        batches until the loop ends, if these are many: half of what is free at most. Results are
-        those of the loader, bit for bit, unless both it and the loop draw from one random
-        generator. Errors of the loader or of ids are raised once the batches before are used.
+        Without gpu_bytes, pinned tables get room for the rows of `ahead` batches until the loop
+        ends, if these are many: half of what is free at most. Results are those of the loader, bit
+        for bit, unless both it and the loop draw from one random generator. Errors of the loader
+        or of ids are raised once the batches before are used.
 
         Args:
             loader: Batches, such as those of a DataLoader.
             key: Item of a batch that has the ids; a list of one for each table, in the order of the
                 tables, frozen ones too; or a function that returns the ids for each table, or the
                 only one.
-            ahead: Number of batches that are read ahead. The rows of half as many move together,
-                which takes less time than one after the other.
+            ahead: Number of batches that are read ahead. The rows of half as many move together.
         """
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
@@ -332,15 +329,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         if missing := {"param_groups", "state"}.difference(state_dict):
             found = f"state_dict begins with {[*state_dict][:3]} and has no {sorted(missing)[0]}"
             raise ValueError(f"{found}; give an optimizer's")
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        listed = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = dict(enumerate(listed))
         loaded, others = [], dict(state_dict["state"])
         optimizers = {
             table: optimizer for _, optimizer, tables in self._table_groups() for table in tables
         }
         for table, place in self._numbers().items():
-            given = {}
-            if place < len(numbers):
-                given = others.pop(numbers[place], {})
+            given = others.pop(numbers.get(place), {})
             if given and not table.has_state:  # as it is frozen
                 table.check(optimizers[table])
             state = table.state()
@@ -353,7 +349,6 @@ class PagedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"the state of table {place} is of another optimizer or shape")
             loaded.append((table, given))
         super().load_state_dict(state_dict | {"state": others})  # checks the numbers of tables
-        self._link()
         self._note_state()
         for table, given in loaded:
             table.set_state(given)
@@ -419,7 +414,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold."""
-        names = "_name", "_counts", "_fused", "_tables", "_dense", "_dense_args"
+        names = "_name", "_counts", "_fused", "_tables", "_dense", "_dense_args", "_stepped"
         own = {name: getattr(self, name) for name in names}
         return super().__getstate__() | own | {"_row_optimizers": {}}
 

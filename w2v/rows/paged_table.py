@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class RowParameter(nn.Parameter):
 
     Attributes:
         grad_UD: These, [U, D]. torch lets no gradient have another shape than its parameter, which
-            has no rows.
+            has the rows' weights, and without `records` of a page none.
     """
 
     grad_UD: Tensor | None = None
@@ -82,7 +83,6 @@ class PagedTable:
 
     num_embeddings: int
     embedding_dim: int
-    padding_idx: int | None
     max_norm: float | None
     norm_type: float
     scale_grad_by_freq: bool
@@ -99,6 +99,7 @@ class PagedTable:
     sparse: bool  # as gradients of its weight
     trainable: bool  # as `requires_grad` of its weight
     shares_no_rows: bool  # with other processes, as it was made without a process group
+    padding_idx: int | None = None
     mode: str | None = None  # of bags
     include_last_offset: bool = False  # of bags
 
@@ -110,7 +111,7 @@ class PagedTable:
         self.weight: Callable[[], Any] = _no_weight  # `PagedWeight`; weak, as it keeps the table
         self.cached_at: int | None = None  # version of the weight; None: no row is cached
         # The optimizer, if there is one.
-        self.has_optimizer = False
+        self.stepped_by: weakref.ref[Any] | None = None  # the last that was made
         self.fused = False  # whether kernels add gradients and step
         self.shows_grad = False  # whether `weight.grad` has the gradients of rows
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
@@ -130,9 +131,9 @@ class PagedTable:
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        gone = dict.fromkeys(("init", "checked", "page", "announced", "cached_at"))
+        gone = dict.fromkeys(("init", "stepped_by", "checked", "page", "announced", "cached_at"))
         own = {"_store": self.store, "unsent": {}, "weight": _no_weight}
-        own |= dict.fromkeys(("has_optimizer", "fused", "shows_grad"), False)
+        own |= dict.fromkeys(("fused", "shows_grad"), False)
         return vars(self) | own | gone
 
     @property
@@ -186,6 +187,10 @@ class PagedTable:
     def trains(self) -> bool:
         """Return whether a forward pass now is followed by gradients."""
         return self.trainable and torch.is_grad_enabled()
+
+    def is_stepped_by(self, optimizer: Any) -> bool:
+        """Return whether this is the last optimizer that was made for the table."""
+        return self.stepped_by is not None and self.stepped_by() is optimizer
 
     @property
     def has_state(self) -> bool:
@@ -258,7 +263,16 @@ class PagedTable:
         if (waiting := self.waiting()) is not None:
             page, grad_UD = self._joined(waiting, (page, grad_UD))
         self.page = page
+        if page.records is not None:
+            self.parameter.data = page.records[:, : self.embedding_dim]
+        else:
+            self.drop_weights()  # of a page before
         self.parameter.grad_UD = grad_UD
+
+    def drop_weights(self) -> None:
+        """Free the records of a page, whose weights the parameter has shown."""
+        if self.parameter.shape[0]:
+            self.parameter.data = self.parameter.new_empty(0, self.embedding_dim)
 
     @torch.no_grad()
     def _joined(self, *parts: tuple[RowPage, Tensor]) -> tuple[RowPage, Tensor]:
@@ -285,6 +299,7 @@ class PagedTable:
             if records_UR is not None and page.version != self.version:
                 records_UR = None  # the table has changed since
             page.records = None  # a step that fails half-way is repeated on the rows of the table
+            self.drop_weights()
             store.table.begin_step()
             with _repeatable([self]) as set_back:
                 for rows_u, grad_uD, records_uR in _in_parts(rows_U, grad_UD, records_UR):
@@ -596,6 +611,7 @@ def drop_pages(tables: Sequence[PagedTable]) -> None:
     """Drop rows and gradients that were stepped."""
     for table in tables:
         table.page = table.parameter.grad_UD = None
+        table.drop_weights()
     count_changes(tables)
 
 

@@ -8,17 +8,14 @@ Shapes: V rows, D dimensions, U unique rows.
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
@@ -298,7 +295,7 @@ class PagedWeight(_OfTable, nn.Parameter):
         # The first hook after a gradient is `_on_gradient`.
         if self._backward_hooks or len(self._post_accumulate_grad_hooks) > 1:  # type: ignore
             return "leaf"
-        if not table.has_optimizer and table.ranks.size == 1:
+        if table.stepped_by is None and table.ranks.size == 1:
             return "leaf"
         return "table" if table.trainable else None
 
@@ -308,7 +305,7 @@ class PagedWeight(_OfTable, nn.Parameter):
         It is sparse as the module's are, and where the table steps only rows that have one.
         """
         table, rows_U = self.table, page.rows() - page.store.first_row
-        if table.sparse or (receiver == "leaf" and table.has_optimizer):
+        if table.sparse or (receiver == "leaf" and table.stepped_by):
             return torch.sparse_coo_tensor(
                 rows_U[None], grad_UD, self.shape, is_coalesced=True, check_invariants=False
             )
@@ -329,12 +326,12 @@ class PagedWeight(_OfTable, nn.Parameter):
         table = self.table
         if table.shows_grad:
             return table.parameter.grad_UD
-        return None if table.has_optimizer else OWN_GRAD.__get__(self)
+        return None if table.stepped_by else OWN_GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         table = self.table
-        if not table.has_optimizer:
+        if table.stepped_by is None:
             OWN_GRAD.__set__(self, value)
         elif value is None:
             table.zero_grad()
@@ -351,13 +348,10 @@ class PagedWeight(_OfTable, nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    @property
-    def requires_grad(self) -> bool:
-        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
-
-    @requires_grad.setter
-    def requires_grad(self, requires_grad: bool) -> None:
-        self.requires_grad_(requires_grad)
+    requires_grad: Any = property(
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        lambda weight, value: weight.requires_grad_(value),
+    )
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedWeight:
         """Train or freeze the table."""
@@ -407,25 +401,6 @@ def hand_over(old: Any, new: Any) -> None:
         new.grad = grad.to(new.device, new.dtype)
 
 
-@functools.cache
-def refuse_others() -> None:
-    """Have optimizers refuse weights that another one steps or that are gone."""
-
-    def check(optimizer: Any, *_: Any) -> None:
-        is_ours = hasattr(optimizer, "steps_tables")
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            reason = ""
-            if function := getattr(parameter, "replaced_by", None):
-                reason = f"a weight that {function} has replaced; make the optimizer afterwards"
-            elif isinstance(parameter, PagedWeight) and parameter.table.shows_grad and not is_ours:
-                stepped = "the weight of a PagedEmbedding, which w2v.optimizer steps"
-                reason = f"{stepped}; give it to one of them"
-            if reason:
-                raise ValueError(f"this {type(optimizer).__name__} has {reason}")
-
-    register_optimizer_step_pre_hook(check)
-
-
 def _call_hook(
     table: PagedTable, hook: Callable[[Tensor], Tensor | None], grad_VD: Tensor
 ) -> Tensor | None:
@@ -451,7 +426,7 @@ def _on_gradient(weight: PagedWeight) -> None:
     """Take the gradient of a backward pass."""
     if OWN_GRAD.__get__(weight) is None:  # it went to the table
         return
-    if weight.table.has_optimizer:
+    if weight.table.stepped_by:
         weight.table.check_gradient()
         weight.pass_gradient()
     else:

@@ -79,6 +79,7 @@ MISTAKES = [
     ("export latest --binary", "did you mean --bin"),
     # Texts and configs.
     ("train nope.txt", "corpus.path='nope.txt' is no file"),
+    ("train runs/*.csv", "is no file, .*; did you mean the folder runs"),
     ("train ~nobody-here/my.txt", "corpus.path='~nobody-here/my.txt' is no file"),
     ("train ~nobody-here/my.yaml", "config file ~nobody-here/my.yaml does not exist"),
     ("train my.tx", "did you mean my.txt"),

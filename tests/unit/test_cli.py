@@ -79,6 +79,7 @@ MISTAKES = [
     ("export latest --binary", "did you mean --bin"),
     # Texts and configs.
     ("train nope.txt", "corpus.path='nope.txt' is no file"),
+    ("train runs/*.csv", "is no file, .*; did you mean the folder runs"),
     ("train ~nobody-here/my.txt", "corpus.path='~nobody-here/my.txt' is no file"),
     ("train ~nobody-here/my.yaml", "config file ~nobody-here/my.yaml does not exist"),
     ("train my.tx", "did you mean my.txt"),
@@ -87,8 +88,8 @@ MISTAKES = [
     ("train adem", "did you mean adam"),
     ("compare my.txt", "name configs, such as adam adamw"),
     ("sweep my.txt optimizer.lr=.1,.2", "name configs, such as adam"),
-    ("compare adam --seeds 1,2", "--seeds: invalid int value: '1,2'"),
-    ("compare adam --seeds 1 2 my.txt", "--seeds: invalid int value: 'my.txt'"),
+    ("compare adam --seeds 1,2", "--seeds: invalid int value: '1,2'; .* --seeds 1 2 3"),
+    ("compare adam --seeds 1 2 my.txt", "'my.txt'; write texts and settings first"),
     ("compare adam sample", "sample trains on enwiki-sample.* write --base sample"),
     ("compare adam my.txt train.seed=5", "write --seeds 5, as last option"),
     ("sweep adam my.txt train.seed=1,2", "write --seeds 1 2, as last option"),

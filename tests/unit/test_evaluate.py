@@ -88,10 +88,13 @@ def test_vectors_that_are_not_finite_are_refused():
         Scorer(["a", "b", "c"], vectors)
 
 
-def test_similarity_follows_the_human_order():
+def test_similarity_follows_the_human_order(monkeypatch):
     angles = np.array([0.0, 0.1, 0.4, 1.0])  # tiger-cat 7.35, love-sex 6.77, tiger-tiger 10
     words = ["tiger", "Cat", "love", "sex"]
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    few = Scorer(words, vectors).similarity("wordsim353")
+    assert (few.pairs, few.spearman) == (3, None)  # fewer than ten pairs may agree by chance
+    monkeypatch.setattr(evaluate, "LEAST_PAIRS", 3)
     score = Scorer(words, vectors).similarity("wordsim353")
     assert (score.pairs, score.spearman) == (3, pytest.approx(1.0))
     assert score.oov == pytest.approx(350 / 353)

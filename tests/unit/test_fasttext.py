@@ -97,6 +97,9 @@ def test_neighbors_of_an_unseen_word_are_those_of_gensim(run, capsys, monkeypatc
         assert float(line.split()[0]) == pytest.approx(cosine, abs=1e-4)
     assert not main(["nn", str(run), "modrý"])
     assert "composed" not in capsys.readouterr().out
+    assert not main(["nn", str(run), "Modrý"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "Modrý  (composed of n-grams: Modrý)  (in the vocabulary: modrý)"
     assert not main(["analogies", str(run), f"{UNSEEN} - modrý + modrá"])
     assert "composed of n-grams: žlutý" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO("modrý  modrá\n\n"))  # one word with a space

@@ -142,6 +142,7 @@ def test_naming_file_names_only_errors_without_a_name(tmp_path):
         (ValueError("two\nlines"), "two lines"),
         (OSError(errno.ENOSPC, "Full", "a\nb"), "a b: Full; make room there"),
         (OSError(errno.EACCES, "Denied", "a"), "a: Denied; check the folder and its permissions"),
+        (OSError(errno.EROFS, "No", "b/.a.svg.z1vs_l4v.partial/a.svg"), "b/a.svg: No; check"),
         (OSError("odd"), "odd; check the folder"),
     ],
 )

@@ -188,7 +188,19 @@ def test_commit_is_read_without_a_lock_of_the_clone(monkeypatch, tmp_path):
     assert git_commit() == f"{head}-dirty"
 
 
+FAILS = """
+def fail():
+    raise FileNotFoundError(2, "is missing", "a.txt")
+try:
+    with process.forked(fail):
+        print("goes on", flush=True)
+except FileNotFoundError as error:
+    print(error.filename, error.strerror)
+"""
+
+
 def test_calls_that_wait_are_few_and_errors_come_in_order():
+    assert run_code(FAILS).stdout == "goes on\na.txt is missing\n"  # of a forked process
     taken, ended = [], []
 
     def call(number):

@@ -70,12 +70,17 @@ def test_find_names_what_is_missing(runs, tmp_path):
         find("latest", "scores.json", runs / "empty")
 
 
-def test_latest_is_the_run_whose_file_is_newest(runs):
+def test_latest_is_the_run_whose_file_is_newest(runs, caplog):
     for age, name in enumerate(("sgd", "rmsprop", "adam1", "adam2", "adam3")):
         os.utime(runs / name / "scores.json", (1e9 - age, 1e9 - age))
         os.utime(runs / name / "metrics.jsonl", (1e9 + age, 1e9 + age))
     assert find("latest", "scores.json", runs) == runs / "sgd"
     assert find("latest", "metrics.jsonl", runs) == runs / "adam3"
+    assert not caplog.messages
+    (runs / "empty" / "config.yaml").touch()  # of a run that trains
+    assert find("latest", "scores.json", runs) == runs / "sgd"
+    said = f"latest is {runs / 'sgd'}, as {runs / 'empty'} has no scores.json yet"
+    assert caplog.messages == [said]
 
 
 def test_find_all_takes_runs_folders_of_runs_and_latest(runs, monkeypatch, caplog):

@@ -852,7 +852,10 @@ def test_shares_go_with_no_counts(reloaded, caplog):
     with pytest.raises(ConfigError, match="update=True adds whole counts"):
         trained_from_freq(SHARES).build_vocab(sentences(9), update=True)
     Word2Vec(**SMALL).build_vocab_from_freq(SHARES)
-    assert "min_count=1 keeps no word; for shares give min_count=0" in caplog.text
+    with pytest.raises(RuntimeError, match="build vocabulary"):  # gensim's, of rare words too
+        Word2Vec([["once", "each"]], min_count=2)
+    for least in (1, 2):
+        assert f"min_count={least} keeps no word; lower it (to 0 for shares)" in caplog.text
 
 
 def test_numbers_are_taken_without_loss_or_refused():

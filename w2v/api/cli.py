@@ -50,7 +50,10 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see {self.prog} --help")
+        remedy = f"see {self.prog} --help"
+        if "--seeds:" in message:
+            remedy = "write texts and settings first, then --seeds 1 2 3"
+        raise ValueError(f"{message}; {remedy}")
 
 
 def count(text: str) -> int:

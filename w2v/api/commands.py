@@ -81,8 +81,10 @@ def _answer(
         try:
             answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]
             terms = words[:: 1 + bool(SIGNS.keys() & words)]  # not the signs of a sum
-            unseen = ", ".join(word for word in terms if word not in vectors.key_to_index)
-            note = f"  (composed of n-grams: {unseen})" if unseen else ""
+            unseen = [word for word in terms if word not in vectors.key_to_index]
+            lower = [word.lower() for word in unseen if word.lower() in vectors.key_to_index]
+            note = f"  (composed of n-grams: {', '.join(unseen)})" * bool(unseen)
+            note += f"  (in the vocabulary: {', '.join(lower)})" * bool(lower)
             show("\n".join([printable(" ".join(words) + note), *answers]))
         except EvaluationError as error:
             show(f"error: {one_line(error)}", file=sys.stderr)

@@ -169,14 +169,17 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
         with launcher.on_all_ranks():
             assignments.append(f"corpus.path={spool(config.corpus.data_dir)}")
             config = load_config(files, assignments)
-    console.log_to_console(console.ERRORS if launcher.started() else level)
+    is_other = launcher.started() and launcher.number("RANK") > 0
+    console.log_to_console(console.ERRORS if is_other else level)
     console.log.info("start     loading torch")  # seconds
     # A new text is encoded while torch is imported: over 1 s less for 100 MB on two cores, 3 s in
     # the first run of an installation, as numba compiles meanwhile. A thread would wait.
     is_new = not (options.resume or launcher.number("RANK") or "torch" in sys.modules)
     encoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if is_new:
-        encoding = forked(partial(encode, config, level))
+        from w2v.text import open_corpus
+
+        encoding = forked(partial(open_corpus, config))
     starting = timeline.phase("starting")
     with timeline.phase("reading"), encoding, starting, signals.deferred():
         # Two threads open the GPU and load kernels: .8 s of 6.5 less on an H100.
@@ -195,7 +198,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
 
         ranks = plan.join_ranks(config)
     with signals.deferred():
-        console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
         folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
         if folder:
             lock = run_folder.lock(folder, ranks)
@@ -307,20 +309,6 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
         plain = f"corpus.path={texts[0]}"
         assignments.insert(0, plain if is_simple else as_assignment("corpus.path", texts))
     return files, assignments
-
-
-def encode(config: Config, level: int) -> None:
-    """Encode the corpus, unless it is cached; exit with 1 for an error.
-
-    The error itself is left to `train`.
-    """
-    from w2v.text import open_corpus
-
-    console.log_to_console(level)
-    try:
-        open_corpus(config)
-    except (ValueError, MemoryError, OSError):
-        sys.exit(1)
 
 
 def spool(data_dir: str) -> Path:

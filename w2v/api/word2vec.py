@@ -213,8 +213,6 @@ class Word2Vec(word2vec.Word2Vec):
             words = sorted(counts, key=counts.__getitem__) if self.sorted_vocab else counts
             counts = {word: counts[word] * scale for word in words}
         super().build_vocab_from_freq(counts, *args, **named)
-        if not self.wv.index_to_key:
-            log.warning(f"min_count={self.min_count} keeps no word; for shares give min_count=0")
 
     def scan_vocab(self, corpus_iterable=None, *args, **named):
         """Count words as gensim does; raise at what is not a list of words."""
@@ -239,7 +237,10 @@ class Word2Vec(word2vec.Word2Vec):
         if not (update or given.get("dry_run")):
             self.wv.vectors = self.wv.vectors[:0]  # gensim would order them as the new words
             self._median = median_count(np.fromiter(self.raw_vocab.values(), float))
-        return super().prepare_vocab(*args, **named)
+        report = super().prepare_vocab(*args, **named)
+        if not (self.wv.index_to_key or given.get("dry_run")):
+            log.warning(f"min_count={self.min_count} keeps no word; lower it (to 0 for shares)")
+        return report
 
     def init_weights(self):
         """Reset the vectors as gensim does, and the optimizer's state with them."""

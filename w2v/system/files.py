@@ -264,4 +264,5 @@ def error_message(error: Exception) -> str:
         remedy = "make room there"
     # Errors of standard output have no file name.
     place = "" if error.filename is None else f"{one_line(error.filename)}: "
+    place = re.sub(r"\.([^/]+)\.[a-z0-9_]{8}\.partial[^:]*", r"\1", place)  # of `atomic_path`
     return printable(f"{place}{error.strerror or error}; {remedy}")

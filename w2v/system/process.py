@@ -121,26 +121,32 @@ def terminate_with_parent(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def forked(function: Callable[[], None]) -> Iterator[None]:
+def forked(function: Callable[[], object]) -> Iterator[None]:
     """Run a function in a forked process during the block, and wait for it.
 
-    For work that leaves its result on disk, and that the caller repeats if it fails. There must be
-    no threads yet, and no GPU in use.
+    For work that leaves its result on disk. Raises the function's user errors after the block.
+    There must be no threads yet, and no GPU in use.
     """
     parent = os.getpid()
+    errors, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this one
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # cleans up
         terminate_with_parent(parent)
-        function()
+        try:
+            function()
+        except (ValueError, MemoryError, OSError) as error:
+            sender.send(error)
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     try:
         yield
         child.join()
+        if errors.poll():
+            raise errors.recv()
     except BaseException:
         child.terminate()
         raise

@@ -231,7 +231,7 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
                 opened = opened or write_corpus(files, folder, config)
         except OSError as error:
             reason = f"{folder.parent} cannot be written ({error.strerror or error})"
-            remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
+            remedy = "make room there or make it writable, or set corpus.data_dir=FOLDER"
             raise ConfigError(f"{reason}; {remedy}") from None
     vocab, corpus = opened
     if config.run.held_out_items:

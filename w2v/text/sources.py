@@ -69,6 +69,8 @@ def require_source(path: str, data_dir: str | Path) -> None:
     folders = [folder for folder in {found.parent, data_dir} if folder.is_dir()]
     files_there = [str(file) for folder in folders for file in folder.iterdir()]
     near = nearest(path, [*NAMED_TEXTS, *files_there])
+    if "*" in found.name and found.parent in folders:  # no shell has expanded it
+        near = f"the folder {found.parent}"
     hint = f"; did you mean {near}?" if near else ""
     known = f"no file, no folder and no corpus name ({', '.join(NAMED_TEXTS)})"
     raise CorpusError(f"corpus.path={path!r} is {known}{hint}")

@@ -532,7 +532,8 @@ def explained(plan: Plan, run: Path | None = None) -> Iterator[None]:
     except (MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, DoesNotFit) or not _is_out_of_memory(error):
             raise
-        place = "gpu" if plan.on_gpu and _is_of_gpu(error) else "host"
+        raised_by = f"{type(error).__module__} {error}".lower()  # torch, CuPy or the driver
+        place = "gpu" if plan.on_gpu and ("cuda" in raised_by or "cupy" in raised_by) else "host"
         remedy = REMEDIES[place]
         if run:  # whose tables must stay as they are
             remedy = f"continue with w2v train --resume {quote(str(run))}"
@@ -554,8 +555,3 @@ def _is_out_of_memory(error: Exception) -> bool:
         return error.errno == errno.ENOMEM
     # Of torch on the CPU, and of CUDA.
     return "can't allocate memory" in str(error) or "out of memory" in str(error)
-
-
-def _is_of_gpu(error: Exception) -> bool:
-    """Return whether torch, CuPy or the driver could not allocate GPU memory."""
-    return any(word in f"{type(error).__module__} {error}" for word in ("CUDA", "cuda", "cupy"))

@@ -22,6 +22,7 @@ from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError
 # Questions and words of a block. On a CPU its cosines take 8 MiB, so that they stay in its cache.
 QUESTIONS = 512
 MOST_SHOWN = 10  # recommended items
+LEAST_PAIRS = 10  # ranks of fewer correlate by chance
 WORDS = {"cpu": 4096, "cuda": 65_536}
 
 
@@ -241,7 +242,7 @@ class Scorer:
         known = list(itertools.compress(judged, is_known))
         spearman = None
         answers = ""
-        if len(known) >= 2:
+        if len(known) >= LEAST_PAIRS:
             first_PD = self._unit([self.rows[word][0] for word, _, _ in known])
             second_PD = self._unit([self.rows[word][0] for _, word, _ in known])
             cosine_P = (first_PD * second_PD).sum(1).cpu().numpy()

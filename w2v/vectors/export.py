@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -149,13 +149,6 @@ def save_run(
         deque(composed.blocks if composed else (), 0)
 
 
-def _write_words(folder: Path, vocab: Vocab, dim: int, composed: Composed | None) -> None:
-    """Write the words, for gensim and as text."""
-    with open(folder / "vectors.kv", "wb") as file:
-        _pickle(file, vocab, dim, composed)
-    vocab.save(folder / VOCAB)
-
-
 def _write_vectors(
     folder: Path, words: Sequence[str], dim: int, blocks: Iterable[np.ndarray], as_binary: bool
 ) -> dict[str, str]:
@@ -250,11 +243,12 @@ def _write_subwords(
             fasttext.write(file, composed.config, vocab, ngrams, composed.outputs)
 
 
-def _pickle(file: BinaryIO, vocab: Vocab, dim: int, composed: Composed | None = None) -> None:
-    """Pickle a KeyedVectors whose vectors are in `ARRAY`.
+def _write_words(folder: Path, vocab: Vocab, dim: int, composed: Composed | None) -> None:
+    """Write the words as text, and a KeyedVectors for gensim.
 
-    Its class is named by hand, as the import of gensim takes a second.
+    Its vectors are in `ARRAY`. Its class is named by hand, as importing gensim takes a second.
     """
+    vocab.save(folder / VOCAB)
     words = vocab.words
     state: dict[str, Any] = {
         "vector_size": dim,
@@ -277,12 +271,13 @@ def _pickle(file: BinaryIO, vocab: Vocab, dim: int, composed: Composed | None = 
         state |= {"min_n": min_n, "max_n": max_n, "bucket": buckets, "buckets_word": None}
         state |= {"compatible_hash": True}
         state["__numpys"] = ["vectors", "vectors_vocab", "vectors_ngrams"]
-    file.write(pickle.PROTO + b"\4" + pickle.GLOBAL + name.replace(" ", "\n").encode() + b"\n")
-    file.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-    # Written as it is made: between parts other threads run.
-    pickle.dump(state, file, protocol=4)
-    file.seek(-len(pickle.STOP), os.SEEK_CUR)
-    file.write(pickle.BUILD + pickle.STOP)
+    with open(folder / "vectors.kv", "wb") as file:
+        file.write(pickle.PROTO + b"\4" + pickle.GLOBAL + name.replace(" ", "\n").encode() + b"\n")
+        file.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        # Written as it is made: between parts other threads run.
+        pickle.dump(state, file, protocol=4)
+        file.seek(-len(pickle.STOP), os.SEEK_CUR)
+        file.write(pickle.BUILD + pickle.STOP)
 
 
 def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[Path]:

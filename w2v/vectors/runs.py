@@ -130,11 +130,15 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
     config.yaml, but only finished runs have a scores.json.
     """
     if str(run) == "latest":
-        files = Path(runs).glob(f"{VISIBLE}/{file}")
-        newest = max(files, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+        newest, begun = (
+            max(paths, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+            for paths in (Path(runs).glob(f"{VISIBLE}/{name}") for name in (file, "config.yaml"))
+        )
         if newest is None:
             remedy = "name a run folder, or train first"
             raise RunError(f"no folder in {runs} holds {file}; {remedy}")
+        if begun and not (begun.parent / file).exists():
+            log.warning(f"latest is {newest.parent}, as {begun.parent} has no {file} yet")
         return newest.parent
     folder = Path(run)
     if not folder.exists():

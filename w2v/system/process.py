@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -148,6 +149,12 @@ def forked(function: Callable[[], None]) -> Iterator[None]:
         raise
     finally:
         child.join()
+
+
+def finalize(owner: object, function: Callable, **options: Any) -> weakref.finalize:
+    """Call a function at the end of an object, but not of a forked copy."""
+    process = os.getpid()
+    return weakref.finalize(owner, lambda: os.getpid() == process and function(**options))
 
 
 def escape_unencodable() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.processes import fork
+from tests.support.processes import fork, run_python
 from tests.support.programs import Programs
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.config import load_config, save_config
@@ -273,6 +273,41 @@ def test_signal_before_training_leaves_nothing_half_written(programs, arguments,
     status, output = programs.wait()
     assert status == 143 and "Traceback" not in output, output
     assert not list(tmp_path.rglob("words.txt")) and not runs.exists()
+
+
+SIGNAL_WITHIN = """
+import signal, sys, train
+from w2v.api import train as command
+from w2v.training import plan
+from w2v.training.trainer import Trainer
+
+def signalled(*arguments):
+    signal.raise_signal(signal.SIGTERM)
+    return called(*arguments)
+
+def join(config):
+    print("joins other ranks", flush=True)
+    return join_ranks(config)
+
+place, *arguments = sys.argv[1:]
+owner, name = {"loading": (command, "open_gpu"), "ending": (Trainer, "results")}[place]
+called, join_ranks = getattr(owner, name), plan.join_ranks
+setattr(owner, name, signalled)
+plan.join_ranks = join
+command.open_gpu = signalled if place == "loading" else print
+sys.exit(train.main(arguments))
+"""
+
+
+def test_signal_before_and_after_training_loses_no_time_and_no_steps(arguments, tmp_path):
+    """It does not wait for ranks that may have ended."""
+    more = f"run.dir={tmp_path}", "run.checkpoint_minutes=0", "train.device=auto"
+    done = run_python(SIGNAL_WITHIN, "loading", *arguments, *more)
+    assert done.returncode == 143 and "joins" not in done.stdout, done.stdout + done.stderr
+    done = run_python(SIGNAL_WITHIN, "ending", *arguments, *more)
+    assert done.returncode == 143 and "joins" in done.stdout, done.stdout + done.stderr
+    (saved,) = check_checkpoints(run_folder(tmp_path))
+    assert Checkpoint(saved).state["epochs_done"] == 2
 
 
 def test_two_processes_do_not_share_a_run(programs, arguments, tmp_path):

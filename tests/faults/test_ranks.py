@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import time
 import pytest
 import torch
 
+from tests.support.processes import ROOT
 from tests.support.programs import Programs, is_alive
 from tests.support.rank_processes import Pool
 from tests.support.saving import check_checkpoints, run_folder, saving_run
@@ -247,6 +249,37 @@ def test_third_signal_ends_ranks_that_do_not_answer(programs, arguments, tmp_pat
         time.sleep(0.2)
     status, output = programs.wait()
     assert status == 130 and not any(map(is_alive, ranks)) and "rror" not in output, output
+
+
+ENDING_RANK = """
+import os, signal, socket, sys
+from w2v.distributed import launcher
+parent, waitpid = os.getpid(), os.waitpid
+
+def interrupted(process, options):
+    found = waitpid(process, options)
+    if found[0] and os.getpid() == parent:
+        os.waitpid = waitpid
+        signal.raise_signal(signal.SIGTERM)
+    return found
+
+def main():
+    with socket.socket() as other:
+        try:
+            other.bind(("", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            print(error.strerror, flush=True)
+
+os.waitpid = interrupted
+sys.exit(launcher.start_ranks(1, main))
+"""
+
+
+def test_a_signal_just_when_a_rank_ends_and_a_port_that_others_want():
+    command = [sys.executable, "-c", ENDING_RANK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    expected = (143, "Address already in use\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 def test_hosts_that_do_not_connect_are_told_to_name_the_network():

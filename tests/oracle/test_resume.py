@@ -333,7 +333,7 @@ def test_tensorboard_curve_goes_on_and_ends_with_the_scores(tmp_path):
     with make(tmp_path, *more) as trainer:
         save_config(trainer.config, tmp_path / "config.yaml")
         trainer.train()
-        trainer.export()
+        trainer.export(trainer.finish())
     shown = EventAccumulator(str(tmp_path)).Reload()
     lines = [line for line in read_curve(tmp_path) if "loss" in line]
     training = {f"training/{name}" for name in ("loss", "lr", "words_per_s")}
@@ -361,7 +361,7 @@ def test_the_last_checkpoint_and_the_binary_file_can_be_left_out(tmp_path):
     with make(tmp_path, *options) as trainer:
         save_config(trainer.config, tmp_path / "config.yaml")
         trainer.train()
-        trainer.export()
+        trainer.export(trainer.finish())
     assert latest(tmp_path / "checkpoints") is None
     assert {path.suffix for path in tmp_path.glob("vectors.*")} == {".kv", ".npy", ".sha256"}
 
@@ -372,7 +372,7 @@ def test_export_frees_the_kernels(tmp_path, kernels):
         trainer.train()
         used = weakref.ref(trainer.loop.step.kernels)
         save_config(trainer.config, tmp_path / "config.yaml")
-        trainer.export()
+        trainer.export(trainer.finish())
     assert used() is None
 
 
@@ -381,7 +381,7 @@ def test_whole_checkpoint_is_written_if_vectors_cannot_be(tmp_path, monkeypatch)
     with make(tmp_path) as trainer:
         trainer.train()
         with pytest.raises(OSError, match="No space left"):
-            trainer.export()
+            trainer.export(trainer.finish())
     saved = latest(tmp_path / "checkpoints")
     assert saved.state["epochs_done"] == 2
     assert_same(trained(tmp_path), trainer)
@@ -397,7 +397,7 @@ def test_an_unwanted_last_checkpoint_does_not_replace_one_that_fails(tmp_path, m
         trainer.train()
         trainer.checkpoints.save(trainer._final, copied=False)
         with pytest.raises(OSError, match="No space left"):
-            trainer.export()
+            trainer.export(trainer.finish())
     assert latest(tmp_path / "checkpoints") is None
 
 

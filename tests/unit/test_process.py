@@ -52,6 +52,21 @@ def test_recorded_signal_only_sets_the_status():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Signals keeps its handler while ending
 
 
+def test_a_signal_that_comes_again_at_once_counts_once():
+    """A terminal that is closed sends two."""
+    code = """
+with process.Signals() as signals, signals.recorded():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGHUP)
+    print("saved", flush=True)
+    process.SAME_SECONDS = 0
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on", flush=True)
+"""
+    done = run_code(code)
+    assert (done.returncode, done.stdout, done.stderr) == (129, "saved\n", "")
+
+
 def test_deferred_signal_raises_after_the_block():
     reached = False
     with pytest.raises(SystemExit) as stop, Signals() as signals, signals.deferred():

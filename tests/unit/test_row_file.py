@@ -12,6 +12,7 @@ import torch
 from tests.support.each_case import each_case
 from tests.support.processes import run_python
 from w2v import PagedEmbedding, PagedOptimizer, RowStore
+from w2v.rows import file
 from w2v.rows.file import save_npy
 from w2v.rows.table import RowState, Table, normal, uniform
 
@@ -93,11 +94,21 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
     def disk_is_full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", disk_is_full)
-    with pytest.raises(OSError, match="No space left on device: .*input"):
-        file_table(tmp_path / "input")
-    gc.collect()
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", disk_is_full)
+        with pytest.raises(OSError, match="No space left on device: .*input") as failed:
+            file_table(tmp_path / "input")
     assert not list(tmp_path.iterdir())
+    table = file_table(tmp_path / "input")
+    del failed  # and with it what has failed, whose file is another one's now
+    gc.collect()
+    table.flush()
+    with monkeypatch.context() as full:
+        full.setattr(file, "atomic_write", disk_is_full)
+        with pytest.raises(OSError):
+            table.begin_step()
+    table.begin_step()
+    assert json.loads((tmp_path / "input.json").read_text())[file.OLDER]
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
@@ -217,6 +228,10 @@ import os, signal, sys, torch
 from w2v.rows.table import RowState, Table
 states, scalars = {"exp_inf": RowState(100, 0.25)}, {"step": torch.tensor(0.0)}
 table = Table("input", 5, 100, states, scalars, "mmap", path=sys.argv[1])
+if not (child := os.fork()):
+    del table  # a copy, whose file is its parent's
+    os._exit(0)
+os.waitpid(child, 0)
 table["weight"].fill_(1); table.scalars["step"].fill_(1); table.flush()
 table["weight"][3:].fill_(2); table.scalars["step"].fill_(2)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -181,21 +181,22 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
 
         encoding = forked(partial(open_corpus, config))
     starting = timeline.phase("starting")
-    with timeline.phase("reading"), encoding, starting, signals.deferred():
-        # Two threads open the GPU and load kernels: .8 s of 6.5 less on an H100.
-        if config.train.device != "cpu":
-            open_gpu(launcher.number("LOCAL_RANK"))
-        import torch
+    with timeline.phase("reading"), encoding, starting:
+        with signals.deferred():
+            # Two threads open the GPU and load kernels: .8 s of 6.5 less on an H100.
+            if config.train.device != "cpu":
+                open_gpu(launcher.number("LOCAL_RANK"))
+            import torch
 
-        from w2v.word2vec import sampler
+            from w2v.word2vec import sampler
 
-        uses_gpu = config.train.device != "cpu" and torch.cuda.is_available()
-        if uses_gpu and (is_new or launcher.started()):
-            warm_up = partial(sampler.warm_up, launcher.number("LOCAL_RANK"))
-            threading.Thread(target=warm_up, name="warm_up", daemon=True).start()
-        from w2v.rows.link import measure_copy_rate
-        from w2v.training import build, memory, plan, run_folder, trainer
-
+            uses_gpu = config.train.device != "cpu" and torch.cuda.is_available()
+            if uses_gpu and (is_new or launcher.started()):
+                warm_up = partial(sampler.warm_up, launcher.number("LOCAL_RANK"))
+                threading.Thread(target=warm_up, name="warm_up", daemon=True).start()
+            from w2v.rows.link import measure_copy_rate
+            from w2v.training import build, memory, plan, run_folder, trainer
+        # Not deferred: of the ranks that it waits for, a signal may have ended some.
         ranks = plan.join_ranks(config)
     with signals.deferred():
         folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
@@ -250,8 +251,10 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             # Only now: a checkpoint may refuse the settings, which then must not become the run's.
             if leads:
                 run_folder.begin(folder, config, describe_environment(planned.machine))
-            job.train()
-            job.export()
+            with signals.deferred():
+                job.train()
+                results = job.finish()
+            job.export(results)
     ranks.leave()
     return folder if leads else None
 

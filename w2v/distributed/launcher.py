@@ -50,10 +50,12 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
     all ranks, of which the third kills them; a rank that fails ends the others.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
+    reserved = socket.socket()
+    # Rank 0 can listen there meanwhile, as it sets this too; others get no such port.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("localhost", 0))
     shared: dict[str, object] = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": reserved.getsockname()[1]}
     fork = multiprocessing.get_context("fork").Process
     ranks = []
     for rank in range(count):
@@ -63,16 +65,15 @@ def start_ranks(count: int, main: Callable[..., int | None], *arguments: Any) ->
 
     def forward(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        for process in ranks:
-            if process.pid is None or not process.is_alive():
-                continue
-            if len(received) < 3:
-                os.kill(process.pid, signum)
-            else:
-                process.kill()
+        for process in running:
+            assert process.pid, "all are started"
+            # Not by methods of the process: their wait may be what the signal has interrupted.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signum if len(received) < 3 else signal.SIGKILL)
 
     failed = 0  # status of the rank that fails first
-    with default_signals():
+    running = ranks
+    with reserved, default_signals():
         for process in ranks:
             process.start()
         for signum in ending_signals():

@@ -60,7 +60,7 @@ class Ranks:
         """Send rows to all ranks and return those received, in rank order.
 
         sent[r] rows go to rank r, received[r] come from it. Calls that run beside the training
-        steps pass group="prefetch".
+        steps pass group="prefetch"; those between which a rank writes files, group="export".
         """
         return rows_NX
 
@@ -184,7 +184,8 @@ class ProcessGroup(Ranks):
                 name: dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
                 for name in ("main", "background")
             }
-            self._row_groups = {"main": None, "prefetch": dist.new_group(timeout=TIMEOUT)}
+            self._row_groups = {"main": None, "export": self._object_groups["main"]}
+            self._row_groups["prefetch"] = dist.new_group(timeout=TIMEOUT)
             self._heartbeats = dist.new_group(backend="gloo", timeout=HEARTBEAT_TIMEOUT)
         self._leaving = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)

@@ -21,7 +21,6 @@ Shapes: S slots, A rows of the table.
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from w2v.rows.link import Link, MappedLink, current_stream, link_between, on_str
 from w2v.rows.moves import MOST_ROWS, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.ops import View
 from w2v.rows.table import Table
+from w2v.system.process import finalize
 
 PageLists = dict[int | None, list[Tensor]]  # by the first row of their table; None: of all tables
 FLUSHED_ROWS = 1 << 24  # of a table, cached or not, that `flush` handles at a time
@@ -341,7 +341,7 @@ class CachedLink(Link):
             else:
                 self._cache = RowCache(self._table, self.slots, self._device)
             if self._table.storage == "mmap":  # the file outlives this link and the program
-                self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
+                self._at_end = finalize(self, self._cache.flush)
         return self._cache
 
     def _fitting(self, lists: list[Tensor], one_table: int | None) -> PageLists:
@@ -355,12 +355,6 @@ class CachedLink(Link):
         while _count_rows(page) > self.slots:
             lists.pop()
         return page
-
-
-def _flush_in(process: int, cache: Engine) -> None:
-    """Write rows back, but not from a forked process: its copy is out of date."""
-    if os.getpid() == process:
-        cache.flush()
 
 
 def _lists(page: PageLists) -> Iterator[Tensor]:

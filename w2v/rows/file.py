@@ -11,7 +11,6 @@ import json
 import os
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from w2v.system.files import atomic_path, atomic_write, naming_file, one_line, sync
+from w2v.system.process import finalize
 
 CHUNK_ROWS = 1 << 14  # of a table, written at a time
 NPY_TYPES: dict[torch.dtype, np.dtype] = {
@@ -65,8 +65,12 @@ class RowFile:
         file, self.continued = _open_locked(path, self._temporary)
         with file:
             if not self.continued:
-                self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
-                offset = self._allocate(file, shape, dtype)
+                self._discard = finalize(self, self._temporary.unlink, missing_ok=True)
+                try:
+                    offset = self._allocate(file, shape, dtype)
+                except BaseException:
+                    self._discard()  # while it is locked: later, it may be another table's
+                    raise
             elif self._is_npy:
                 saved = open_npy(path, (rows, fields["weight"]), NPY_TYPES[dtype])
                 if not saved.flags.c_contiguous:
@@ -98,12 +102,12 @@ class RowFile:
             self._write_layout(scalars_are_older=True)
 
     def _write_layout(self, scalars_are_older: bool) -> None:
-        self._scalars_are_older = scalars_are_older
         if not self._is_npy:
             content = self._layout | {"scalars": self._flushed}
             if scalars_are_older:
                 content[OLDER] = True
             atomic_write(self._layout_path, json.dumps(content))
+        self._scalars_are_older = scalars_are_older
 
     def _allocate(self, file: BinaryIO, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Allocate a new file on the disk; return where its records begin."""

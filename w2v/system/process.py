@@ -15,6 +15,8 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +32,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 PR_SET_PDEATHSIG = 1
+SAME_SECONDS = 2.0  # after a signal, in which it may come again
 PACKAGES = "w2v torch numpy numba gensim safetensors cupy-cuda12x cupy-cuda13x".split()
 
 
@@ -154,6 +157,12 @@ def forked(function: Callable[[], object]) -> Iterator[None]:
         child.join()
 
 
+def finalize(owner: object, function: Callable, **options: Any) -> weakref.finalize:
+    """Call a function at the end of an object, but not of a forked copy."""
+    process = os.getpid()
+    return weakref.finalize(owner, lambda: os.getpid() == process and function(**options))
+
+
 def escape_unencodable() -> None:
     r"""Escape characters that standard output cannot encode, as \u65e5."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -211,13 +220,16 @@ def ending_signals() -> list[signal.Signals]:
 class Signals:
     """Handler of SIGINT, SIGTERM and SIGHUP; a second one ends at once.
 
-    While entered, a signal raises `SystemExit` with status 130, 143 or 129. Within `recorded` and
-    `deferred`, the first one only sets `status`. Libraries may swallow the exception, or raise
-    another one because of it: the block ends with `SystemExit` in any case.
+    A closed terminal, and systems that end all processes of a job, send one several times: within
+    `SAME_SECONDS` the same signal counts once. While entered, a signal raises `SystemExit` with
+    status 130, 143 or 129. Within `recorded` and `deferred`, it only sets `status`. Libraries may
+    swallow the exception, or raise another one because of it: the block ends with `SystemExit` in
+    any case.
     """
 
     def __init__(self) -> None:
         self.status = 0  # exit status; 0 means that no signal has come
+        self._received = 0.0  # when the first one came
         self._recording = False
         self._previous: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
@@ -264,9 +276,13 @@ class Signals:
             self._report(error)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.status == 128 + number and now < self._received + SAME_SECONDS:
+            return
         if self.status or os.getpid() != self._process:  # a worker process has nothing to save
             os._exit(128 + number)
         self.status = 128 + number
+        self._received = now
         if number == signal.SIGHUP:  # writing to a closed terminal would raise
             null = os.open(os.devnull, os.O_WRONLY)
             for output in (1, 2):

@@ -203,10 +203,10 @@ class Trainer:
                 self._stop(sampler.position, status)
         self._summarize()
 
-    def export(self) -> None:
-        """Write the vectors, their scores and the last checkpoint, all at once.
+    def finish(self) -> dict[str, Any]:
+        """Begin to write the last checkpoint; return the results.
 
-        First frees sampler, kernels and exchange, so no step can follow.
+        Frees sampler, kernels and exchange, so no step can follow.
         """
         self.timeline.begin("exporting")
         results = self.results()
@@ -216,6 +216,12 @@ class Trainer:
         if self.config.run.final_checkpoint:
             with self.timeline.phase("saving"):
                 self.checkpoints.save(self._final, copied=False)
+        if any(self.ranks.all_gather(self.signals.status)):
+            self.checkpoints.wait()
+        return results
+
+    def export(self, results: dict[str, Any]) -> None:
+        """Write the vectors and their scores, and wait for the checkpoint."""
         try:
             self._write_vectors(results)
         except BaseException:

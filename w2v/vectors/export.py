@@ -99,7 +99,7 @@ def in_order(rows_VX: Tensor, ranks: Ranks, last: int, first: int = 0) -> Iterat
         sent = [len(mine_nX)] + [0] * (ranks.size - 1)
         if ranks.rank:
             sizes = [0] * ranks.size
-        received_nX = ranks.all_to_all(mine_nX, sent, sizes)
+        received_nX = ranks.all_to_all(mine_nX, sent, sizes, group="export")
         if ranks.rank == 0:
             block_nX = np.empty(received_nX.shape, np.float32)
             for rank, part_nX in enumerate(received_nX.split(sizes)):

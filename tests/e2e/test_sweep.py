@@ -1,5 +1,6 @@
 """Searching an optimizer's settings: the grid, what is trained, the best."""
 
+import itertools
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -96,7 +97,9 @@ def test_a_diverged_setting_is_not_the_best(common, tmp_path):
 
 
 def test_settings_are_ranked_by_all_sets_on_all_corpora(common, tmp_path):
-    (tmp_path / "pairs.tsv").write_text("red\tblue\t9\nred\tone\t1\ngreen\ttwo\t0\n")
+    words = itertools.combinations("red blue green one two".split(), 2)
+    pairs = [f"{first}\t{second}\t{rank}\n" for rank, (first, second) in enumerate(words)]
+    (tmp_path / "pairs.tsv").write_text("".join(pairs))
     (text,) = [name.partition("=")[2] for name in common if name.startswith("corpus.path=")]
     other = tmp_path / "other.txt"
     other.write_text(Path(text).read_text().upper())

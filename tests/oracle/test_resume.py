@@ -377,7 +377,7 @@ def test_export_frees_the_kernels(tmp_path, kernels):
 
 
 def test_whole_checkpoint_is_written_if_vectors_cannot_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "_pickle", Mock(side_effect=OSError(28, "No space left")))
+    monkeypatch.setattr(export, "_write_words", Mock(side_effect=OSError(28, "No space left")))
     with make(tmp_path) as trainer:
         trainer.train()
         with pytest.raises(OSError, match="No space left"):

@@ -620,7 +620,7 @@ def check_optimizers() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise `ValueError` for a weight that another optimizer steps, or that was replaced."""
+    """Raise `ValueError` for a weight that is replaced or another's."""
     groups, kind = optimizer.param_groups, type(optimizer).__name__
     if _checked.get(optimizer) == len(groups):
         return

@@ -97,7 +97,7 @@ def test_a_diverged_setting_is_not_the_best(common, tmp_path):
 
 
 def test_settings_are_ranked_by_all_sets_on_all_corpora(common, tmp_path):
-    words = itertools.combinations("red blue green one two".split(), 2)
+    words = itertools.combinations("king queen man woman boy".split(), 2)
     pairs = [f"{first}\t{second}\t{rank}\n" for rank, (first, second) in enumerate(words)]
     (tmp_path / "pairs.tsv").write_text("".join(pairs))
     (text,) = [name.partition("=")[2] for name in common if name.startswith("corpus.path=")]

@@ -67,6 +67,21 @@ with process.Signals() as signals, signals.recorded():
     assert (done.returncode, done.stdout, done.stderr) == (129, "saved\n", "")
 
 
+def test_a_signal_ends_at_once_what_waits_in_c_and_handlers_stay():
+    code = """
+import ctypes, threading
+locked, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+with process.Signals() as signals:
+    with process.ended_by_signals():
+        assert signal.getsignal(signal.SIGTERM) == signals._receive
+    with process.ended_by_signals():
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        for _ in range(2):
+            lock(locked)
+"""
+    assert run_code(code).returncode == 143
+
+
 def test_deferred_signal_raises_after_the_block():
     reached = False
     with pytest.raises(SystemExit) as stop, Signals() as signals, signals.deferred():

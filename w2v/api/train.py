@@ -191,18 +191,13 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             from w2v.word2vec import sampler
 
             uses_gpu = config.train.device != "cpu" and torch.cuda.is_available()
-            warm_up = partial(sampler.warm_up, launcher.number("LOCAL_RANK"))
-            warming = threading.Thread(target=warm_up, name="warm_up", daemon=True)
-            if uses_gpu and is_new and not launcher.started():
-                warming.start()
+            if uses_gpu and (is_new or launcher.started()):
+                warm_up = partial(sampler.warm_up, launcher.number("LOCAL_RANK"))
+                threading.Thread(target=warm_up, name="warm_up", daemon=True).start()
             from w2v.rows.link import measure_copy_rate
             from w2v.training import build, memory, plan, run_folder, trainer
         # Not deferred: of the ranks that it waits for, a signal may have ended some.
         ranks = plan.join_ranks(config)
-        # Not before: CUDA's libraries set handlers of signals back to those that they have found,
-        # and ranks join without any.
-        if uses_gpu and ranks.size > 1:
-            warming.start()
     with signals.deferred():
         folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
         if folder:

@@ -24,6 +24,7 @@ from torch import Tensor
 from w2v.distributed import launcher
 from w2v.distributed.launcher import RankLost
 from w2v.system.files import one_line
+from w2v.system.process import ended_by_signals
 
 TIMEOUT = timedelta(seconds=60)  # for a rank that does not answer while all train
 LONG_TIMEOUT = timedelta(hours=4)  # while one rank scores or writes files for all
@@ -167,7 +168,7 @@ class ProcessGroup(Ranks):
             # After a timeout NCCL ends the process without waiting for the GPU to finish.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
             os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
-        with launcher.default_signals(), self._raising_rank_lost():
+        with ended_by_signals(), self._raising_rank_lost():
             store = self._store()
             # torchrun's store outlives a restart: keep the addresses of lost ranks apart.
             store = dist.PrefixStore(f"start {launcher.restarts()}", store)

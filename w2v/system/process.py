@@ -217,6 +217,30 @@ def ending_signals() -> list[signal.Signals]:
     return [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let signals end the process at once while the block waits in C++.
+
+    Handlers in Python would run after it. They stay in place, as a library that a thread loads
+    meanwhile may put back later what it finds now.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+
+    def wait() -> None:
+        with open(reader, "rb", buffering=0) as received:
+            for number in received.read(1):
+                os._exit(128 + number)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
 class Signals:
     """Handler of SIGINT, SIGTERM and SIGHUP; a second one ends at once.
 

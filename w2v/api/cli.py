@@ -50,10 +50,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        remedy = f"see {self.prog} --help"
-        if "--seeds:" in message:
-            remedy = "write texts and settings first, then --seeds 1 2 3"
-        raise ValueError(f"{message}; {remedy}")
+        raise ValueError(f"{message}; see {self.prog} --help")
 
 
 def count(text: str) -> int:
@@ -61,6 +58,15 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def seed(text: str) -> int:
+    """Return one of the arguments of --seeds."""
+    try:
+        return int(text)
+    except ValueError:
+        remedy = "write texts and settings first, then --seeds 1 2 3"
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}; {remedy}") from None
 
 
 # What a command does, and the function of w2v.api that runs it.
@@ -171,7 +177,7 @@ def make_parser(name: str) -> Parser:
         base = "config of the settings that the others leave open (default: text8)"
         add("--base", default="text8", metavar="CONFIG", help=base)
         seeds = "train with each of these seeds; write this option last (default: 1)"
-        add("--seeds", nargs="+", type=int, default=[1], metavar="N", help=seeds)
+        add("--seeds", nargs="+", type=seed, default=[1], metavar="N", help=seeds)
         corpora = "train on each of these texts, and rank by the mean over all"
         add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
     if name in ("score", "compare", "sweep"):

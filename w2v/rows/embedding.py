@@ -94,16 +94,9 @@ def _of_table(name: str) -> Any:
     """Return a property of a module that is an attribute of its table."""
 
     def change(module: PagedRows, value: Any) -> None:
-        table = module._table
-        if name == "padding_idx" and value is not None:
-            rows = table.num_embeddings
-            if not -rows <= value < rows:
-                limits = f"{-rows} to {rows - 1}"
-                raise RowError(f"padding_idx={value} is not a row; give one of {limits}")
-            value %= rows
-        elif name not in RULES and value != getattr(table, name):
+        if name not in RULES and value != getattr(module._table, name):
             raise ValueError(f"{name}={value!r} cannot be set; make another, or use grow() or to()")
-        setattr(table, name, value)
+        setattr(module._table, name, value)
 
     return property(lambda module: getattr(module._table, name), change)
 
@@ -113,7 +106,6 @@ class PagedRows(nn.Module):
 
     num_embeddings: int = _of_table("num_embeddings")
     embedding_dim: int = _of_table("embedding_dim")
-    padding_idx: int | None = _of_table("padding_idx")
     max_norm: float | None = _of_table("max_norm")
     norm_type: float = _of_table("norm_type")
     scale_grad_by_freq: bool = _of_table("scale_grad_by_freq")
@@ -231,6 +223,20 @@ class PagedRows(nn.Module):
     @property
     def _table(self) -> PagedTable:
         return self._weight.table
+
+    @property
+    def padding_idx(self) -> int | None:  # type: ignore[override]
+        return self._table.padding_idx
+
+    @padding_idx.setter
+    def padding_idx(self, row: int | None) -> None:
+        if row is not None:
+            rows = self.num_embeddings
+            if not -rows <= row < rows:
+                limits = f"{-rows} to {rows - 1}"
+                raise RowError(f"padding_idx={row} is not a row; give one of {limits}")
+            row %= rows
+        self._table.padding_idx = row
 
     @property
     def store(self) -> Rows:

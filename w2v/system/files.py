@@ -28,7 +28,8 @@ log = logging.getLogger("w2v")
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete yet
 # Names of the folders that `atomic_path` and checkpoints write to.
-TEMPORARY_NAME = re.compile(r"\..+\.[a-z0-9_]{8}\.partial|step-\d+(\.old)?\.partial")
+OF_ATOMIC_PATH = r"\.([^/]+)\.[a-z0-9_]{8}\.partial"
+TEMPORARY_NAME = re.compile(rf"{OF_ATOMIC_PATH}|step-\d+(\.old)?\.partial")
 
 
 @contextlib.contextmanager
@@ -262,7 +263,7 @@ def error_message(error: Exception) -> str:
     remedy = "check the folder and its permissions, or take another one"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         remedy = "make room there"
-    # Errors of standard output have no file name.
-    place = "" if error.filename is None else f"{one_line(error.filename)}: "
-    place = re.sub(r"\.([^/]+)\.[a-z0-9_]{8}\.partial[^:]*", r"\1", place)  # of `atomic_path`
+    place = ""
+    if error.filename is not None:  # as errors of standard output have none
+        place = re.sub(f"{OF_ATOMIC_PATH}.*", r"\1", one_line(error.filename)) + ": "
     return printable(f"{place}{error.strerror or error}; {remedy}")

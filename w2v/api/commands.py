@@ -83,9 +83,11 @@ def _answer(
             terms = words[:: 1 + bool(SIGNS.keys() & words)]  # not the signs of a sum
             unseen = [word for word in terms if word not in vectors.key_to_index]
             lower = [word.lower() for word in unseen if word.lower() in vectors.key_to_index]
-            note = f"  (composed of n-grams: {', '.join(unseen)})" * bool(unseen)
-            note += f"  (in the vocabulary: {', '.join(lower)})" * bool(lower)
-            show("\n".join([printable(" ".join(words) + note), *answers]))
+            asked = " ".join(words)
+            for what, of in ("composed of n-grams", unseen), ("in the vocabulary", lower):
+                if of:
+                    asked += f"  ({what}: {', '.join(of)})"
+            show("\n".join([printable(asked), *answers]))
         except EvaluationError as error:
             show(f"error: {one_line(error)}", file=sys.stderr)
             if questions:  # a line may be mistyped

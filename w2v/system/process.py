@@ -230,8 +230,8 @@ def ended_by_signals() -> Iterator[None]:
 
     def wait() -> None:
         with open(reader, "rb", buffering=0) as received:
-            for number in received.read(1):
-                os._exit(128 + number)
+            if number := received.read(1):
+                os._exit(128 + number[0])
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
     try:

@@ -132,7 +132,7 @@ CHECKED := edges or round_as_encode or (training_on_a_gpu and Adam and not (Adam
   (twenty_epochs and fused and bf16) or shard_kernels or kernel_draws
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 W2V_STRESS_STEPS=1000 \
   compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name-exclude kns=native
-sanitize: $(TOOLS) ## check CUDA kernels with compute-sanitizer; seven minutes
+sanitize: $(TOOLS) ## check CUDA kernels by compute-sanitizer; up to 15 minutes
 	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/oracle/test_cache.py \
 	  tests/oracle/test_kernels.py tests/oracle/test_ranks_equal_one.py \
 	  tests/oracle/test_repeatable.py tests/unit/test_sampler.py tests/unit/test_embedding.py \

@@ -34,6 +34,7 @@ class LookUp:
             alone if an id is no row.
         narrow_N: The rows in 32 bits, in a buffer of that size.
         row_count: By kernels, as in `ops.FoundRows`.
+        last_N: By kernels, the last id of each row.
         begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
         paddings: The place of each table's padding row; set by `wait`.
         is_computed: Whether it was tried to compute the vectors of all tables together.
@@ -45,6 +46,7 @@ class LookUp:
     """
 
     row_count: Tensor | None = None
+    last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
     is_computed = False
@@ -89,7 +91,7 @@ class LookUp:
                 are_rows,
                 has_gaps,
             )
-            self.places_N, self.rows_N, self.narrow_N, self.row_count = found
+            self.places_N, self.rows_N, self.narrow_N, self.row_count, self.last_N = found
             self._readback.launched()
         else:
             flat = [each.to(group.device).long().flatten() for each in ids]
@@ -466,12 +468,14 @@ def readable(ids: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     if is_near and first.is_contiguous() and ops.are_spaced(ids):
         return ids
     flat = [values.flatten() for values in ids]
+    count = sum(map(len, flat))
     if all(values.is_cuda for values in flat):
         return [torch.cat(flat).to(device)]
     # The others are most likely as the first: a wrong guess only waits.
     if not is_pinned and not any(values.is_cuda for values in flat):
-        return [torch.cat(flat).pin_memory()]  # one copy in place of many
-    ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
+        ids_N = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
+        return [torch.cat(flat, out=ids_N)]
+    ids_N = torch.empty(count, dtype=torch.int64, device=device)
     torch._foreach_copy_(ids_N.split([*map(len, flat)]), flat, non_blocking=True)
     return [ids_N]
 

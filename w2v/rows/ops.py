@@ -99,6 +99,7 @@ class FoundRows(NamedTuple):
     rows_N: Tensor  # int64, the rows, by rank and then sorted; behind them -1
     narrow_N: Tensor  # the same in 32 bits
     row_count: Tensor  # int64 [1]: how many rows
+    last_N: Tensor  # int64, the last id of each row
 
 
 def find_rows(
@@ -129,8 +130,8 @@ def find_rows(
     size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
-    kept = torch.empty(2 * count + 1, dtype=torch.int64, device=device)
-    places_N, rows_N, row_count = kept.split_with_sizes([count, count, 1])
+    kept = torch.empty(3 * count + 1, dtype=torch.int64, device=device)
+    places_N, rows_N, last_N, row_count = kept.split_with_sizes([count, count, count, 1])
     narrow_N = torch.empty(count, dtype=torch.int32, device=device)
     look_up = c_struct("lookup.cu", "LookUp")(
         ids=first,
@@ -147,13 +148,14 @@ def find_rows(
         unique=rows_N,
         narrow=narrow_N,
         places=places_N,
+        last=last_N,
         readback=readback,
         row_count=row_count,
     )
     blocks = blocks_for(count)
     in_turn = kernel("lookup.cu", "mark_ids", "count_ids", "list_ids", "place_ids")
     in_turn(blocks, word_blocks, word_blocks, blocks, look_up=look_up)
-    return FoundRows(places_N, rows_N, narrow_N, row_count)
+    return FoundRows(places_N, rows_N, narrow_N, row_count, last_N)
 
 
 def move_records(
@@ -166,16 +168,17 @@ def move_records(
     """Copy records[slots[u]] = table[rows[u]], or back.
 
     Without slots, u is the slot. The table may be in pinned CPU memory. Rows and slots are inside
-    their bounds; rows are unique, and best sorted; negative ones are skipped. A record is a
-    multiple of 16 bytes.
+    their bounds; what is written is unique; negative rows are skipped. In CPU memory, rows are best
+    sorted. A record is a multiple of 16 bytes.
     """
     assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
     assert table_VR.stride(1) == 1
     itemsize, count = table_VR.element_size(), len(rows_U)
     assert table_VR.shape[1] * itemsize % 16 == 0
     if count:
+        on_link = WRITE_BLOCKS if to_table else READ_BLOCKS
         kernel("rows.cu", "move_records")(
-            WRITE_BLOCKS if to_table else READ_BLOCKS,
+            blocks_for(32 * count) if table_VR.is_cuda else on_link,
             table=table_VR,
             stride=table_VR.stride(0) * itemsize // 16,
             rows=rows_U,

@@ -21,6 +21,7 @@ from torch import Tensor
 from w2v.rows.cache import TransferStats
 from w2v.rows.file import NPY_TYPES, copy_rows, lock, open_npy, save_npy
 from w2v.rows.group import Member, RowGroup, outside_inference
+from w2v.rows.link import Link, MappedLink
 from w2v.rows.lookup import Ids, LookUp, as_tensor, look_up, to_device
 from w2v.rows.table import Init, RowState, SplitTable, Storage, Table
 from w2v.system.files import apply_umask, atomic_path, one_line
@@ -104,8 +105,9 @@ class Rows(Member):
             group.empty_caches()
             is_queued = group.is_mapped  # negative rows are not read
             rows_U = found.look_up.rows_N if is_queued else found.rows()
-            read_UW = group.link.records(rows_U)
-            rows_ND = read_UW[:, : self.table.dim].index_select(0, found.places())
+            # The kernel for pinned memory also reads that of the GPU, in half the time of torch's.
+            of_rows = (MappedLink if is_queued else Link)(group.link.records(rows_U))
+            rows_ND = of_rows.records(found.places())[:, : self.table.dim].contiguous()
             self._check(found.look_up, waits=not (non_blocking and is_queued))
             return rows_ND.view(*found.shape, self.table.dim)
 
@@ -133,10 +135,12 @@ class Rows(Member):
             rows_U = found.look_up.rows_N if is_queued else found.rows()
             group.empty_caches()
             self.version += 1
-            places_N = found.places()
-            order_N = torch.arange(len(places_N), device=places_N.device)
-            last_U = places_N.new_zeros(len(rows_U))  # the last id of each row
-            last_U.scatter_reduce_(0, places_N, order_N, "amax")
+            if (last_U := found.look_up.last_N) is None:
+                places_N = found.places()
+                order_N = torch.arange(len(places_N), device=places_N.device)
+                last_U = places_N.new_zeros(len(rows_U))  # the last id of each row
+                last_U.scatter_reduce_(0, places_N, order_N, "amax")
+            last_U = last_U[: len(rows_U)]
             if group.is_exact:
                 group.link.write(rows_U, values_NW.contiguous(), last_U)
             else:

@@ -40,6 +40,7 @@ struct LookUp {
     long long* unique;  // the rows, then -1, as all are if an id is no row; the rows in 32 bits
     int* narrow;
     long long* places;  // first the ids; then of each among the rows, 0 for one that is no row
+    long long* last;    // the last id of each row, zeros before
     HOST Numbers* readback;  // gets the numbers, in CPU memory
     long long* row_count;    // gets the first
 
@@ -90,6 +91,7 @@ extern "C" __global__ void mark_ids(LookUp look_up) {
         long long word;
         unsigned bit;
         look_up.places[i] = id;
+        look_up.last[i] = 0;
         if (look_up.find_bit(id, i, &word, &bit))
             if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
     });
@@ -145,8 +147,10 @@ extern "C" __global__ void place_ids(LookUp look_up) {
         if (i >= listed) look_up.unique[i] = -1;
         long long word;
         unsigned bit, place = 0;
-        if (look_up.find_bit(look_up.places[i], i, &word, &bit))
+        if (look_up.find_bit(look_up.places[i], i, &word, &bit)) {
             place = look_up.before[word] + __popc(words[word] & below(bit));
+            atomicMax(look_up.last + place, i);
+        }
         look_up.places[i] = place;
     });
     each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });

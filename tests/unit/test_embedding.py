@@ -1,6 +1,7 @@
 """Paged embeddings are modules like the others of torch."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -1032,6 +1033,20 @@ def test_fused_steps_are_those_of_torch_but_for_rounding(storage, share, setting
         train_both(tables, optimizer, optimizer.pages(skewed(30), KEYS))
         train_both(tables, optimizer, skewed(10), between=other_uses)
     for found, expected in zip(*(all_records(tables) for tables, _ in runs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@each_case("fused", [False, True])
+def test_whole_steps_are_the_same_under_torch_compile(fused):
+    runs = []
+    for compile_ in (lambda step: step, functools.partial(torch.compile, backend="eager")):
+        tables, optimizer = two_tables("25%", "cuda", fused=fused)
+        step = compile_(functools.partial(train_both, tables, optimizer))
+        for batch in skewed(8):
+            step([batch])
+        runs.append(all_records(tables))
+    for found, expected in zip(*runs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 

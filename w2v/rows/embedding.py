@@ -625,6 +625,7 @@ def check_optimizers() -> None:
     _register(_check)
 
 
+@uncompiled  # torch.compile takes the groups of an optimizer as its own to change
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise `ValueError` for a weight that is replaced or another's."""
     groups, kind = optimizer.param_groups, type(optimizer).__name__

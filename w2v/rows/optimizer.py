@@ -282,6 +282,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             for table in tables:
                 table.end_pages()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
         for table in self._tables.values():  # several times faster than torch's own way

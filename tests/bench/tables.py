@@ -53,7 +53,7 @@ STEPS = [
     Column("host MiB", "host [MiB]", ".0f"),
 ]
 PHASES = ["whole command", "starting", "reading", "set-up", "training", "after training"]
-TRAINED = [*numbered("train-2026-11-23", 2, 3), "train-2026-11-26"]
+TRAINED = numbered("train-2026-11-28", 1, 2)
 GPUS = r"(\d GPUs?), 1019060 words .* Adam "  # of wiki100 twenty times
 TABLES = {
     "summary": Table(
@@ -68,11 +68,12 @@ TABLES = {
         [Column("M words/s", "words/s", ".0f", 1e-6), ANALOGIES],
     ),
     "training": Table(
-        [*numbered("cpu-2026-11-23", 7, 8), "fullw2v-2026-11-20", *TRAINED, "train-2026-11-24"],
+        [*numbered("cpu-2026-11-23", 7, 8), "fullw2v-2026-11-20", *TRAINED],
         {
             r"wiki100 (.*) epochs, gensim,? ?(.*)": r"gensim 4.4, \1 epochs, \2",
             r"(FULL-W2V).*threads, (.* epochs.*)": r"\1, \2",
-            r"wiki100 (\S+) (\S+) float32": r"\1, `\2`",
+            r"wiki100 (\S+) (resident) float32": r"\1, `\2`",
+            r"wiki100 (adam|sgd) (\S+) float32": r"\1, `\2`",
         },
         [
             SPEED,

@@ -672,12 +672,23 @@ def test_a_loaded_model_keeps_its_class_and_optimizer(tmp_path):
     assert type(Word2Vec.load(file)) is gensim.models.FastText
 
 
-def test_vectors_that_cannot_be_written_are_refused_before_training(model, tmp_path):
-    model.save(str(tmp_path / "model"), sep_limit=0)
-    loaded = Word2Vec.load(str(tmp_path / "model"), mmap="r")
+def test_vectors_that_cannot_be_trained_are_refused_before_training(model, tmp_path):
+    file = str(tmp_path / "model")
+    model.save(file, sep_limit=0)
+    read_only, narrow, short, other = (Word2Vec.load(file, mmap="r") for _ in range(4))
+    narrow.wv.vectors = narrow.wv.vectors[:, 1:]
+    short.wv.vectors = short.wv.vectors[1:]
+    model.wv.save_word2vec_format(file)
+    other.wv = gensim.models.KeyedVectors.load_word2vec_format(file)
+    unbuilt = Word2Vec(**SMALL)
+    unbuilt.wv = model.wv
     log = CallLog()
-    with pytest.raises(ValueError, match="vectors are read-only; .*mmap='r'"):
-        loaded.train(sentences(), total_examples=400, epochs=1, callbacks=[log])
+    for loaded in (read_only, narrow, short, other, unbuilt):
+        message = "wv, of shape .* is not from .* build_vocab; .*write into its wv.vectors"
+        if loaded is read_only:
+            message = "vectors are read-only; .*mmap='r'"
+        with pytest.raises(ValueError, match=message):
+            loaded.train(sentences(), total_examples=400, epochs=1, callbacks=[log])
     assert "on_epoch_end" not in log.calls
 
 

@@ -67,6 +67,7 @@ SENTENCES = (  # what to give in place of texts and tables
     "give [text.split() for text in texts], of a table table['text'].str.split(), of a dataset "
     "[row['text'].split() for row in dataset], of a file corpus_file=FILE"
 )
+TEXTS = str, bytes, Mapping  # iterables that are no sentences
 RESIDENT = 'add "transfer.engine=resident" to settings'  # else the GPU keeps rows of its own
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 WHOLE = "max_final_vocab max_vocab_size min_count null_word sorted_vocab workers".split()
@@ -271,10 +272,14 @@ class Word2Vec(word2vec.Word2Vec):
         Returns:
             The number of words trained on and the number of words read, over all epochs.
         """
-        self._check_training_sanity(
-            epochs=epochs, total_examples=total_examples, total_words=total_words
-        )
+        self._check_training_sanity(epochs, total_examples, total_words)
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
+        size = self._trained_words
+        shape = self.wv.vectors.shape
+        is_built = 0 < size <= shape[0] and shape[1] == self.vector_size
+        if not is_built or "sample_int" not in self.wv.expandos:
+            found = f"wv, of shape {shape}, is not from this model's build_vocab"
+            raise ConfigError(f"{found}; call that of a new model, and write into its wv.vectors")
         self._lock_factors()  # refuses what it cannot use
         alpha = start_alpha or self.alpha
         min_alpha = end_alpha or self.min_alpha
@@ -284,7 +289,6 @@ class Word2Vec(word2vec.Word2Vec):
         chosen = None if alpha == self._default_alpha and not is_given else alpha
         seed = None if self.seed is None else self.seed + self.train_count
         # As in gensim, words that were added to `wv` after `build_vocab` are not trained.
-        size = self._trained_words
         words = self.wv.index_to_key[:size]
         counts = self.wv.expandos["count"][:size]
         config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
@@ -342,9 +346,7 @@ class Word2Vec(word2vec.Word2Vec):
                 sample_ints = self.wv.expandos["sample_int"][:size]
                 median = 0.0 if counts.dtype.kind == "f" else self._median
                 names = list(map(str, words))  # gensim's may be numbers
-                vocab = GensimsVocab(
-                    names, counts, raw_words, len(words), sample_ints, median=median
-                )
+                vocab = GensimsVocab(names, counts, raw_words, size, sample_ints, median=median)
                 trained = self._train_on(config, vocab, corpus, callbacks, log_epoch)
         finally:
             torch.set_num_threads(threads)
@@ -444,8 +446,7 @@ class Word2Vec(word2vec.Word2Vec):
             start = time.monotonic()
             scale_updates = self._update_scaler(loop.step, planned.kernels)
             trained_here = self._train_epoch(loop, scale_updates)
-            seconds = time.monotonic() - start
-            log_epoch(epoch - 1, trained_word_count=trained_here, elapsed=seconds)
+            log_epoch(epoch - 1, trained_word_count=trained_here, elapsed=time.monotonic() - start)
             log.info(f"epoch {epoch} of {config.train.epochs}: loss {self.loss_per_pair:.4f}")
             trained += trained_here
             if callbacks or epoch == config.train.epochs:
@@ -549,7 +550,7 @@ class Word2Vec(word2vec.Word2Vec):
     @property
     def _trained_words(self) -> int:
         """The number of words that have output vectors or a path in the tree."""
-        return len(self.syn1neg if self.negative else self.syn1)
+        return len(vars(self).get("syn1neg" if self.negative else "syn1", ()))
 
     def _parts(self, step: TrainingStep) -> list[Part]:
         """Return the parts of the tables that are arrays of gensim's."""
@@ -625,10 +626,8 @@ def _sentences(sentences: Iterable[Any]) -> Iterator[Any]:
     if hasattr(sentences, "columns"):  # pandas would give their names, polars whole columns
         raise TypeError(f"a {type(sentences).__name__} is a table, not lists of words; {SENTENCES}")
     for number, sentence in enumerate(sentences):
-        if isinstance(sentence, (list, tuple)):  # nearly always; checks of others take longer
-            yield sentence
-            continue
-        if isinstance(sentence, (str, bytes, Mapping)) or not isinstance(sentence, Iterable):
+        is_list = isinstance(sentence, (list, tuple))  # nearly always; more checks take longer
+        if not is_list and (isinstance(sentence, TEXTS) or not isinstance(sentence, Iterable)):
             found = f"sentence {number} of a {type(sentences).__name__} is {str(sentence)[:30]!r}"
             raise TypeError(f"{found}, not a list of words; {SENTENCES}")
         yield sentence

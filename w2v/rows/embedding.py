@@ -1,13 +1,5 @@
 """Embedding modules for tables larger than the memory of the GPU.
 
-    users = PagedEmbedding(1_000_000, 64, storage="pinned")
-    tags = PagedEmbeddingBag(50_000, 64, mode="mean", storage="pinned")
-    paged = PagedOptimizer([users, tags], "Adamax", lr=0.1)
-    loss = model(users(user_ids), tags(tag_ids))
-    paged.zero_grad()
-    loss.backward()
-    paged.step()
-
 The step updates the rows that have gradients. Other rows keep weight and state, as with
 torch.optim.SparseAdam. Invalid input raises an error of one line, and nothing is written.
 
@@ -18,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -614,23 +604,16 @@ def _replace(
     return model
 
 
-# Groups of optimizers that were checked since a weight was last replaced or claimed.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-_register = functools.cache(register_optimizer_step_pre_hook)
-
-
+@functools.cache
 def check_optimizers() -> None:
-    """Have optimizers refuse weights that are not theirs, at their next step."""
-    _checked.clear()
-    _register(_check)
+    """Have optimizers refuse weights that are not theirs, at their steps."""
+    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise `ValueError` for a weight that is replaced or another's."""
-    groups, kind = optimizer.param_groups, type(optimizer).__name__
-    if _checked.get(optimizer) == len(groups):
-        return
-    for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
+    kind = type(optimizer).__name__
+    for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
         if function := getattr(parameter, "replaced_by", None):
             has = f"this {kind} has a weight that {function} has replaced"
             raise ValueError(f"{has}; make the optimizer afterwards")
@@ -638,19 +621,17 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if is_shown and not parameter.table.is_stepped_by(optimizer):
             has = f"this {kind} has the weight of a PagedEmbedding"
             raise ValueError(f"{has}, which a w2v.optimizer steps; give it to one of them")
-    _checked[optimizer] = len(groups)
 
 
 def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:
     """Return the paged weights among these and in modules, each once."""
-    found: dict[PagedWeight, None] = {}
+    found: list[PagedWeight] = []
     for each in given:
         if isinstance(each, PagedWeight):
-            found[each] = None
+            found.append(each)
         elif isinstance(each, nn.Module):
-            parts = (part for part in each.modules() if isinstance(part, PagedRows))
-            found |= dict.fromkeys(part.weight for part in parts)
-    return list(found)
+            found += [part.weight for part in each.modules() if isinstance(part, PagedRows)]
+    return list(dict.fromkeys(found))
 
 
 def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:

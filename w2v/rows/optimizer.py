@@ -254,7 +254,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not tables:  # of `w2v.optimizer` for a model without paged embeddings
             yield from loader
             return
-        drawn = (LookedUpBatch.of(batch, look_up_batch(tables, batch, key)) for batch in loader)
+        drawn = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
         batches: Iterator[LookedUpBatch] = drawn
         if self._ranks.size > 1:
             batches = shard.sent_ahead(lambda: shard.request(tables, lambda: next(drawn)))
@@ -265,15 +265,15 @@ class PagedOptimizer(torch.optim.Optimizer):
                 if begins_page:  # its rows, unless they are there, and those of the page after it
                     _prefetch(window, 0, together)
                     _prefetch(window, together, together)
-                batch, pages, look_ups = window.popleft()
-                for look_up in look_ups:
+                looked_up = window.popleft()
+                for look_up in looked_up.look_ups:
                     look_up.wait()  # raises for wrong ids
-                for table, page in zip(tables, pages, strict=True):
+                for table, page in zip(tables, looked_up.pages, strict=True):
                     table.announced = page
                     if begins_page:
                         table.check_views()  # later writes by views would be lost
-                yield batch
-                for look_up in look_ups:  # drop unused vectors, which refer to it
+                yield looked_up.batch
+                for look_up in looked_up.look_ups:  # drop unused vectors, which refer to it
                     look_up.computed.clear()
         finally:
             for table in tables:
@@ -489,7 +489,7 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
     """
     window: deque[LookedUpBatch] = deque()
     error: Exception | None = None
-    while True:
+    while window or error is None:
         while error is None and len(window) <= ahead:
             try:
                 window.append(next(batches))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -65,7 +66,7 @@ def uncompiled(function: Function) -> Function:
             if not disabled:
                 disabled.append(torch.compiler.disable(function))
             called = disabled[0]
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag:
             raise RuntimeError(EXPORTED)
         if not torch._C._are_functorch_transforms_active():
             return called(*args, **settings)
@@ -118,10 +119,10 @@ class PagedRows(nn.Module):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        *,
-        storage: Storage = "cpu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        storage: Storage = "cpu",
         path: str | Path | None = None,
         seed: int | None = None,
         init: Init | Tensor | np.ndarray | None = None,
@@ -187,18 +188,19 @@ class PagedRows(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor | np.ndarray, freeze: bool = True, *rules: Any, **settings: Any
+        cls: Any, embeddings: Tensor | np.ndarray, freeze: bool = True, *rules: Any, **settings: Any
     ) -> Any:
         """Return a module with these weights [V, D].
 
-        `rules` and `settings` are the other arguments of the class, in its order: first
-        `padding_idx`, or `max_norm` of bags.
+        `rules` are those of torch's method, in its order; `settings` are of the class.
         """
         weights_VD = as_tensor(embeddings)
         if weights_VD.dim() != 2:
             raise ValueError(f"embeddings have shape {list(weights_VD.shape)}; give weights [V, D]")
-        given: dict[str, Any] = {"dtype": weights_VD.dtype, "_freeze": freeze} | settings
-        return cls(*weights_VD.shape, *rules, init=weights_VD, **given)
+        order = inspect.signature(super().from_pretrained)  # type: ignore[misc]
+        _, _, *given = order.bind(weights_VD, freeze, *rules).arguments.items()
+        first: dict[str, Any] = {"dtype": weights_VD.dtype, "_freeze": freeze} | settings
+        return cls(*weights_VD.shape, init=weights_VD, **dict(given), **first)
 
     @property
     def _weight(self) -> PagedWeight:
@@ -222,10 +224,10 @@ class PagedRows(nn.Module):
     def padding_idx(self, row: int | None) -> None:
         if row is not None:
             rows = self.num_embeddings
-            if not -rows <= row < rows:
+            if row not in range(-rows, rows):
                 limits = f"{-rows} to {rows - 1}"
                 raise RowError(f"padding_idx={row} is not a row; give one of {limits}")
-            row %= rows
+            row = int(row) % rows
         self._table.padding_idx = row
 
     @property
@@ -368,8 +370,7 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
         scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
         sparse: As torch's argument: whether hooks of the weight and torch.autograd.grad get sparse
             gradients. A step is of the rows that have gradients in any case.
-        _weight: As torch's argument: `init`, with the dtype of these weights.
-        _freeze: As torch's argument: whether the table is not trained.
+        _weight, _freeze: As torch's: `init`, with its dtype; and whether the table is not trained.
         storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
         device: Where rows are used: by default the GPU for "cuda" and "pinned", else the CPU.
             `to(device)` changes it.
@@ -432,11 +433,14 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
         _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **settings: Any,
     ):
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose 'sum', 'mean' or 'max'")
         rules = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight)
+        settings |= {"device": device, "dtype": dtype}
         super().__init__(num_embeddings, embedding_dim, *rules, **settings)
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -468,6 +472,9 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
             raise RowError(str(error)) from None
         if offsets is not None:
             offsets = offsets.to(places)
+            if places.numel() and offsets.numel() <= table.include_last_offset:  # torch crashes
+                reason = f"offsets {offsets.tolist()} have no bag for {places.numel()} ids"
+                raise ValueError(f"{reason}; begin them with 0")
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.to(weight_UD.device)
         # The kernels of bags do not take the stride of records.

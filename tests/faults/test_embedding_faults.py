@@ -361,6 +361,7 @@ BAD_STEPS = [
     ({"lr": -0.1}, "lr=-0.1 is not a learning rate"),
     ({"lr": float("nan")}, "lr=nan is not a learning rate"),
     ({"lr": float("inf")}, "lr=inf is not a learning rate"),
+    ({"lr": torch.ones(2)}, r"lr=tensor\(\[1., 1.\]\) is not a learning rate"),
 ]
 
 

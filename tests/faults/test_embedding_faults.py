@@ -361,6 +361,7 @@ BAD_STEPS = [
     ({"lr": -0.1}, "lr=-0.1 is not a learning rate"),
     ({"lr": float("nan")}, "lr=nan is not a learning rate"),
     ({"lr": float("inf")}, "lr=inf is not a learning rate"),
+    ({"lr": torch.ones(2)}, r"lr=tensor\(\[1., 1.\]\) is not a learning rate"),
 ]
 
 
@@ -578,6 +579,8 @@ def test_a_padding_row_outside_the_table_is_refused():
     table = PagedEmbedding(ROWS, DIM)
     with pytest.raises(IndexError, match="padding_idx=9 is not a row; give one of -9 to 8"):
         table.padding_idx = ROWS
+    with pytest.raises(IndexError, match="padding_idx=1.5 is not a row"):
+        table.padding_idx = 1.5
     table.padding_idx = -1
     assert table.padding_idx == ROWS - 1
 

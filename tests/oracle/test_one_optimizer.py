@@ -183,6 +183,12 @@ def test_groups_by_weight_decay_divide_tables_and_others():
         train(pair)
     assert [len(group["params"]) for group in made[0][1].param_groups] == [2, 1, 3]
     assert_equal(paged, torchs)
+    mine, theirs = (optimizer.state_dict()["param_groups"] for _, optimizer in made)
+    names = [
+        [name for group in groups for name in group["param_names"]] for groups in (mine, theirs)
+    ]
+    assert sorted(names[0]) == sorted(names[1])
+    assert mine[0]["param_names"] == ["table.weight", "bag.weight"]
 
 
 def test_closures():
@@ -200,19 +206,46 @@ def test_closures():
     assert_equal(pairs[0][0], pairs[1][0])
 
 
+def assert_equal_states(found, expected):
+    for number, values in expected["state"].items():
+        for key, value in values.items():
+            if value is not None:  # SGD's momentum without one
+                assert torch.equal(found["state"][number][key], value), (number, key)
+
+
+LATER = {*"maximize foreach capturable differentiable fused decoupled_weight_decay".split()}
+
+
 @each_case("name", NAMES)
 def test_state_dicts_are_those_of_torch(name):
     (paged, mine), (torchs, theirs) = optimizers(name)
     train((paged, mine), 2)
     train((torchs, theirs), 2)
-    state, expected = mine.state_dict(), theirs.state_dict()
-    for number, values in expected["state"].items():
-        for key, value in values.items():
-            if value is not None:  # SGD's momentum without one
-                assert torch.equal(state["state"][number][key], value), (number, key)
+    state, expected = copy.deepcopy(mine.state_dict()), theirs.state_dict()
+    assert_equal_states(state, expected)
     (other, others_optimizer), _ = optimizers(name)
     other.load_state_dict(torchs.state_dict())
-    others_optimizer.load_state_dict(copy.deepcopy(expected))
+    older = copy.deepcopy(expected)  # as earlier versions of torch have saved it
+    for group in older["param_groups"]:
+        for key in LATER & group.keys():
+            del group[key]
+    for values in older["state"].values():
+        if "step" in values:
+            values["step"] = int(values["step"])
+    others_optimizer.load_state_dict(older)
+    hooks = (  # which find and replace the states of all parameters
+        mine.register_state_dict_post_hook(lambda _, found: {"saved": found}),
+        mine.register_load_state_dict_pre_hook(lambda _, found: found["saved"]),
+        mine.register_load_state_dict_post_hook(
+            lambda its: assert_equal_states(its.state_dict()["saved"], state)
+        ),
+    )
+    saved = copy.deepcopy(mine.state_dict())
+    train((paged, mine), 1)
+    paged.load_state_dict(torchs.state_dict())
+    mine.load_state_dict(saved)
+    for hook in hooks:
+        hook.remove()
     copied, copied_optimizer = copy.deepcopy((paged, mine))
     for pair in ((paged, mine), (other, others_optimizer), (copied, copied_optimizer)):
         train(pair)

@@ -291,6 +291,11 @@ def shapes(modules):
 
 def test_ids_and_offsets_of_other_shapes():
     assert_as_torch(shapes)
+    for last, begins in ((False, []), (True, [0])):  # with which torch ends the process
+        bags = PagedEmbeddingBag(5, 2, include_last_offset=last)
+        with pytest.raises(ValueError, match="have no bag for 1 ids; begin them with 0"):
+            bags(torch.tensor([1]), torch.tensor(begins, dtype=torch.int64))
+        assert bags([], torch.tensor(begins, dtype=torch.int64)).shape == (0, 2)
 
 
 def wrong_factors(modules, kinds):

@@ -242,6 +242,7 @@ EXPORTS = [
     lambda model, ids: torch.export.export(model, (ids,)),
     lambda model, ids: torch.jit.trace(model, (ids,)),
     lambda model, ids: torch.jit.script(model),
+    lambda model, ids: torch.fx.symbolic_trace(model),
 ]
 
 

@@ -1,13 +1,5 @@
 """Embedding modules for tables larger than the memory of the GPU.
 
-    users = PagedEmbedding(1_000_000, 64, storage="pinned")
-    tags = PagedEmbeddingBag(50_000, 64, mode="mean", storage="pinned")
-    paged = PagedOptimizer([users, tags], "Adamax", lr=0.1)
-    loss = model(users(user_ids), tags(tag_ids))
-    paged.zero_grad()
-    loss.backward()
-    paged.step()
-
 The step updates the rows that have gradients. Other rows keep weight and state, as with
 torch.optim.SparseAdam. Invalid input raises an error of one line, and nothing is written.
 
@@ -18,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import inspect
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -75,7 +66,7 @@ def uncompiled(function: Function) -> Function:
             if not disabled:
                 disabled.append(torch.compiler.disable(function))
             called = disabled[0]
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag:
             raise RuntimeError(EXPORTED)
         if not torch._C._are_functorch_transforms_active():
             return called(*args, **settings)
@@ -128,10 +119,10 @@ class PagedRows(nn.Module):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        *,
-        storage: Storage = "cpu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        storage: Storage = "cpu",
         path: str | Path | None = None,
         seed: int | None = None,
         init: Init | Tensor | np.ndarray | None = None,
@@ -197,18 +188,19 @@ class PagedRows(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor | np.ndarray, freeze: bool = True, *rules: Any, **settings: Any
+        cls: Any, embeddings: Tensor | np.ndarray, freeze: bool = True, *rules: Any, **settings: Any
     ) -> Any:
         """Return a module with these weights [V, D].
 
-        `rules` and `settings` are the other arguments of the class, in its order: first
-        `padding_idx`, or `max_norm` of bags.
+        `rules` are those of torch's method, in its order; `settings` are of the class.
         """
         weights_VD = as_tensor(embeddings)
         if weights_VD.dim() != 2:
             raise ValueError(f"embeddings have shape {list(weights_VD.shape)}; give weights [V, D]")
-        given: dict[str, Any] = {"dtype": weights_VD.dtype, "_freeze": freeze} | settings
-        return cls(*weights_VD.shape, *rules, init=weights_VD, **given)
+        order = inspect.signature(super().from_pretrained)  # type: ignore[misc]
+        _, _, *given = order.bind(weights_VD, freeze, *rules).arguments.items()
+        first: dict[str, Any] = {"dtype": weights_VD.dtype, "_freeze": freeze} | settings
+        return cls(*weights_VD.shape, init=weights_VD, **dict(given), **first)
 
     @property
     def _weight(self) -> PagedWeight:
@@ -232,10 +224,10 @@ class PagedRows(nn.Module):
     def padding_idx(self, row: int | None) -> None:
         if row is not None:
             rows = self.num_embeddings
-            if not -rows <= row < rows:
+            if row not in range(-rows, rows):
                 limits = f"{-rows} to {rows - 1}"
                 raise RowError(f"padding_idx={row} is not a row; give one of {limits}")
-            row %= rows
+            row = int(row) % rows
         self._table.padding_idx = row
 
     @property
@@ -378,8 +370,7 @@ class PagedEmbedding(PagedRows, nn.Embedding):  # type: ignore[misc]
         scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
         sparse: As torch's argument: whether hooks of the weight and torch.autograd.grad get sparse
             gradients. A step is of the rows that have gradients in any case.
-        _weight: As torch's argument: `init`, with the dtype of these weights.
-        _freeze: As torch's argument: whether the table is not trained.
+        _weight, _freeze: As torch's: `init`, with its dtype; and whether the table is not trained.
         storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
         device: Where rows are used: by default the GPU for "cuda" and "pinned", else the CPU.
             `to(device)` changes it.
@@ -442,11 +433,14 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
         _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **settings: Any,
     ):
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose 'sum', 'mean' or 'max'")
         rules = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight)
+        settings |= {"device": device, "dtype": dtype}
         super().__init__(num_embeddings, embedding_dim, *rules, **settings)
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -478,6 +472,9 @@ class PagedEmbeddingBag(PagedRows, nn.EmbeddingBag):  # type: ignore[misc]
             raise RowError(str(error)) from None
         if offsets is not None:
             offsets = offsets.to(places)
+            if places.numel() and offsets.numel() <= table.include_last_offset:  # torch crashes
+                reason = f"offsets {offsets.tolist()} have no bag for {places.numel()} ids"
+                raise ValueError(f"{reason}; begin them with 0")
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.to(weight_UD.device)
         # The kernels of bags do not take the stride of records.
@@ -614,24 +611,17 @@ def _replace(
     return model
 
 
-# Groups of optimizers that were checked since a weight was last replaced or claimed.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-_register = functools.cache(register_optimizer_step_pre_hook)
-
-
+@functools.cache
 def check_optimizers() -> None:
-    """Have optimizers refuse weights that are not theirs, at their next step."""
-    _checked.clear()
-    _register(_check)
+    """Have optimizers refuse weights that are not theirs, at their steps."""
+    register_optimizer_step_pre_hook(_check)
 
 
 @uncompiled  # torch.compile takes the groups of an optimizer as its own to change
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise `ValueError` for a weight that is replaced or another's."""
-    groups, kind = optimizer.param_groups, type(optimizer).__name__
-    if _checked.get(optimizer) == len(groups):
-        return
-    for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
+    kind = type(optimizer).__name__
+    for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
         if function := getattr(parameter, "replaced_by", None):
             has = f"this {kind} has a weight that {function} has replaced"
             raise ValueError(f"{has}; make the optimizer afterwards")
@@ -639,19 +629,17 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if is_shown and not parameter.table.is_stepped_by(optimizer):
             has = f"this {kind} has the weight of a PagedEmbedding"
             raise ValueError(f"{has}, which a w2v.optimizer steps; give it to one of them")
-    _checked[optimizer] = len(groups)
 
 
 def paged_weights(given: Iterable[Any]) -> list[PagedWeight]:
     """Return the paged weights among these and in modules, each once."""
-    found: dict[PagedWeight, None] = {}
+    found: list[PagedWeight] = []
     for each in given:
         if isinstance(each, PagedWeight):
-            found[each] = None
+            found.append(each)
         elif isinstance(each, nn.Module):
-            parts = (part for part in each.modules() if isinstance(part, PagedRows))
-            found |= dict.fromkeys(part.weight for part in parts)
-    return list(found)
+            found += [part.weight for part in each.modules() if isinstance(part, PagedRows)]
+    return list(dict.fromkeys(found))
 
 
 def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:

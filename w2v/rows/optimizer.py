@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -94,26 +94,29 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Step further tables: {"params": module, modules or weights, "lr": ...}."""
         given = param_group["params"]
         given = [given] if isinstance(given, (nn.Module, Tensor)) else list(given)
+        names: dict[Any, str] = {}
         if given and isinstance(given[0], tuple):  # named_parameters()
-            given = [parameter for _, parameter in given]
+            names = {parameter: name for name, parameter in given}
+            given = [*names]
         weights = paged_weights(given)
-        others = dict.fromkeys(
-            parameter
-            for each in given
-            for parameter in (each.parameters() if isinstance(each, nn.Module) else [each])
-            if not isinstance(parameter, PagedWeight)
-        )
+        parts = [each.parameters() if isinstance(each, nn.Module) else [each] for each in given]
+        every = dict.fromkeys(itertools.chain.from_iterable(parts))
+        others = [each for each in every if not isinstance(each, PagedWeight)]
+
+        def part(parameters: list[Any]) -> dict[str, Any]:
+            named = {"param_names": [names[each] for each in parameters]} if names else {}
+            return param_group | named | {"params": parameters}
+
         if weights:
-            self._add_tables(param_group, weights)
+            self._add_tables(part(weights), weights)
         if self._dense_args is not None:
             if others:
-                self._add_dense(param_group | {"params": list(others)})
+                self._add_dense(part(others))
             return
-        for each in given:
-            if not isinstance(each, (nn.Module, PagedWeight)):
-                kind = type(each).__name__
-                remedy = "give the PagedEmbedding or its model; w2v.optimizer takes both"
-                raise TypeError(f"{kind} is not a module; {remedy}")
+        if stray := [each for each in given if not isinstance(each, (nn.Module, PagedWeight))]:
+            kind = type(stray[0]).__name__
+            remedy = "give the PagedEmbedding or its model; w2v.optimizer takes both"
+            raise TypeError(f"{kind} is not a module; {remedy}")
         if not weights:
             raise ValueError("these modules have no PagedEmbedding; give the model")
 
@@ -212,11 +215,15 @@ class PagedOptimizer(torch.optim.Optimizer):
                 for table in tables:
                     table.step(optimizer, lr)
         if self._dense is not None:
-            groups = [group for group in self.param_groups if not self._has_tables(group)]
-            self._dense.param_groups, self._dense.state = groups, self.state  # users replace both
+            self._share_with_dense()
             self._dense.step()
         self._note_state()
         return loss
+
+    def _share_with_dense(self) -> None:
+        """Give the dense optimizer the groups and the state, which users replace."""
+        groups = [group for group in self.param_groups if not self._has_tables(group)]
+        self._dense.param_groups, self._dense.state = groups, self.state  # type: ignore[union-attr]
 
     def _note_state(self) -> None:
         """Note that there is a state: else torch.distributed.checkpoint steps."""
@@ -254,7 +261,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not tables:  # of `w2v.optimizer` for a model without paged embeddings
             yield from loader
             return
-        drawn = (LookedUpBatch.of(batch, look_up_batch(tables, batch, key)) for batch in loader)
+        drawn = (LookedUpBatch(batch, look_up_batch(tables, batch, key)) for batch in loader)
         batches: Iterator[LookedUpBatch] = drawn
         if self._ranks.size > 1:
             batches = shard.sent_ahead(lambda: shard.request(tables, lambda: next(drawn)))
@@ -265,15 +272,15 @@ class PagedOptimizer(torch.optim.Optimizer):
                 if begins_page:  # its rows, unless they are there, and those of the page after it
                     _prefetch(window, 0, together)
                     _prefetch(window, together, together)
-                batch, pages, look_ups = window.popleft()
-                for look_up in look_ups:
+                looked_up = window.popleft()
+                for look_up in looked_up.look_ups:
                     look_up.wait()  # raises for wrong ids
-                for table, page in zip(tables, pages, strict=True):
+                for table, page in zip(tables, looked_up.pages, strict=True):
                     table.announced = page
                     if begins_page:
                         table.check_views()  # later writes by views would be lost
-                yield batch
-                for look_up in look_ups:  # drop unused vectors, which refer to it
+                yield looked_up.batch
+                for look_up in looked_up.look_ups:  # drop unused vectors, which refer to it
                     look_up.computed.clear()
         finally:
             for table in tables:
@@ -297,27 +304,19 @@ class PagedOptimizer(torch.optim.Optimizer):
         it. Rows without a step have the initial state that torch would give them now: the step
         sizes of Rprop and ASGD are the learning rate.
         """
-        found = super().state_dict()
-        states: dict[int, Any] = found["state"]
-        numbers = self._numbers()
+        own = self.state
+        states = {key: state for key, state in own.items() if key not in self._tables}
         for group, optimizer, tables in self._table_groups():
-            for table in tables:
-                states.pop(numbers[table], None)
-                gathered = [(name, table.gather(value)) for name, value in table.state().items()]
-                state = {name: value for name, value in gathered if value is not None}
+            for parameter, table in zip(group["params"], tables, strict=True):
+                state: Any = {name: table.gather(its) for name, its in table.state().items()}
                 if state and self._ranks.rank == 0:
                     optimizer.set_rates(state, _rate(group["lr"]))
-                    states[numbers[table]] = state
-        return found | {"state": dict(sorted(states.items()))}
-
-    def _numbers(self) -> dict[PagedTable, int]:
-        """Return the number of each table among all parameters."""
-        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        return {
-            self._tables[parameter]: number
-            for number, parameter in enumerate(parameters)
-            if parameter in self._tables
-        }
+                    states[parameter] = state
+        self.state = defaultdict(dict, states)  # where torch finds them, before hooks of users
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch's optimizer of dense tables.
@@ -327,32 +326,48 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: It is for other tables or another optimizer; nothing has changed.
         """
+        loaded: list[tuple[PagedTable, dict[str, Tensor]]] = []
+
+        def put(_: Any) -> None:
+            if self._dense is not None:
+                self._share_with_dense()
+                self._dense.__setstate__({})  # adds what earlier versions of torch have not saved
+            self._note_state()
+            for table, state in loaded:
+                table.set_state(state)
+
+        with (  # between the hooks of users, which find the states of tables too
+            self.register_load_state_dict_pre_hook(lambda _, given: self._take(given, loaded)),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+    def _take(
+        self, state_dict: dict[str, Any], loaded: list[tuple[PagedTable, dict[str, Tensor]]]
+    ) -> dict[str, Any]:
+        """Return a state dict without the states of tables; list these."""
         if missing := {"param_groups", "state"}.difference(state_dict):
             found = f"state_dict begins with {[*state_dict][:3]} and has no {sorted(missing)[0]}"
             raise ValueError(f"{found}; give an optimizer's")
         listed = [number for group in state_dict["param_groups"] for number in group["params"]]
-        numbers = dict(enumerate(listed))
-        loaded, others = [], dict(state_dict["state"])
-        optimizers = {
-            table: optimizer for _, optimizer, tables in self._table_groups() for table in tables
-        }
-        for table, place in self._numbers().items():
-            given = others.pop(numbers.get(place), {})
-            if given and not table.has_state:  # as it is frozen
-                table.check(optimizers[table])
-            state = table.state()
-            # Some classes of torch count steps by an int, and keep None for an unused state.
-            given = {name: as_tensor(value) for name, value in given.items() if value is not None}
-            given = given or table.initial_state()
-            rows = table.num_embeddings
-            shapes = {name: (rows, *own.shape[1:])[: own.dim()] for name, own in state.items()}
-            if {name: value.shape for name, value in given.items()} != shapes:
-                raise ValueError(f"the state of table {place} is of another optimizer or shape")
-            loaded.append((table, given))
-        super().load_state_dict(state_dict | {"state": others})  # checks the numbers of tables
-        self._note_state()
-        for table, given in loaded:
-            table.set_state(given)
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        numbers = dict(zip(parameters, listed, strict=False))  # torch compares the lengths
+        others = dict(state_dict["state"])
+        for group, optimizer, tables in self._table_groups():
+            for parameter, table in zip(group["params"], tables, strict=True):
+                place = numbers.get(parameter)
+                given = others.pop(place, {})
+                if given and not table.has_state:  # as it is frozen
+                    table.check(optimizer)
+                state, rows = table.state(), table.num_embeddings
+                # Some classes of torch count steps by an int, and keep None for an unused state.
+                given = {key: as_tensor(value) for key, value in given.items() if value is not None}
+                given = given or table.initial_state()
+                shapes = {key: (rows, *own.shape[1:])[: own.dim()] for key, own in state.items()}
+                if {key: value.shape for key, value in given.items()} != shapes:
+                    raise ValueError(f"the state of table {place} is of another optimizer or shape")
+                loaded.append((table, given))
+        return state_dict | {"state": others}
 
     def save(self, folder: str | Path, step: int) -> None:
         """Write weights and states of all tables, and learning rates, to a folder.
@@ -463,7 +478,7 @@ def optimizer(
 
 def _rate(lr: Any) -> float:
     """Return a learning rate; raise `ValueError` for what is none."""
-    is_number = isinstance(lr, (Real, torch.Tensor))
+    is_number = isinstance(lr, Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
     if not (is_number and math.isfinite(lr) and lr >= 0):
         raise ValueError(f"lr={lr!r} is not a learning rate; give a number of at least 0")
     return float(lr)
@@ -490,15 +505,14 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
     """
     window: deque[LookedUpBatch] = deque()
     error: Exception | None = None
-    while True:
+    while window or error is None:
         while error is None and len(window) <= ahead:
             try:
                 window.append(next(batches))
             except Exception as reason:  # such as StopIteration
                 error = reason
-        if not window:
-            break
-        yield window
+        if window:
+            yield window
     if error is not None and not isinstance(error, StopIteration):
         raise error
 

@@ -289,18 +289,15 @@ def send_gradients(look_ups: Sequence[RoutedLookUp], grads: Sequence[Tensor]) ->
 
 
 class LookedUpBatch(NamedTuple):
-    """A batch of a loader, with its rows in each table.
-
-    look_ups: those that the rows are from, one for each group of tables.
-    """
+    """A batch of a loader, with its rows in each table."""
 
     batch: Any
     pages: list[RowPage]
-    look_ups: list[LookUp]
 
-    @classmethod
-    def of(cls, batch: Any, pages: list[RowPage]) -> LookedUpBatch:
-        return cls(batch, pages, [*dict.fromkeys(page.look_up for page in pages)])
+    @property
+    def look_ups(self) -> list[LookUp]:
+        """The look-ups that the rows are from, one for each group of tables."""
+        return [*dict.fromkeys(page.look_up for page in self.pages)]
 
 
 def request(tables: Sequence[PagedTable], draw: Callable[[], LookedUpBatch]) -> Requests:
@@ -329,7 +326,7 @@ def look_up_ahead(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowP
 
 def look_up_alone(table: PagedTable, ids: Ids) -> RowPage:
     """Look up ids that were not sent ahead."""
-    requests = request([table], lambda: LookedUpBatch.of(None, look_up_ahead([table], [ids])))
+    requests = request([table], lambda: LookedUpBatch(None, look_up_ahead([table], [ids])))
     requests.send_counts()
     requests.send_ids()
     return requests.page.pages[0]

@@ -142,11 +142,11 @@ def train(planned: Plan, folder: Path) -> Trainer:
 def run_figures(trainer: Trainer) -> Figures:
     """Return speed, loss, memory and traffic of a finished run."""
     step = trainer.loop.step
-    words, seconds = trainer.metrics.words, trainer.metrics.seconds
+    words, seconds = trainer.metrics.curve.words, trainer.metrics.curve.seconds
     return {
         "words/s": words / seconds,
         "seconds [s]": seconds,
-        "loss": trainer.metrics.loss,
+        "loss": trainer.metrics.curve.mean_loss,
         **link(Moved.by(step), step, words, seconds),
         **gpu_memory(step),
     }

@@ -181,8 +181,8 @@ def assert_same(ours, theirs, steps=STEPS):
     (our_records, our_scalars), (their_records, their_scalars) = content(ours), content(theirs)
     assert all(torch.equal(a, b) for a, b in zip(our_records, their_records, strict=True))
     assert our_scalars == their_scalars
-    assert ours.metrics.step == theirs.metrics.step == steps
-    assert ours.metrics.loss == theirs.metrics.loss
+    assert ours.metrics.curve.step == theirs.metrics.curve.step == steps
+    assert ours.metrics.curve.mean_loss == theirs.metrics.curve.mean_loss
 
 
 @pytest.mark.parametrize("name, place", COMBINATIONS)
@@ -258,7 +258,7 @@ def test_fused_training_resumes_within_rounding(tmp_path):
     again = trained(tmp_path / "run", **what)
     for ours, theirs in zip(content(again)[0], content(whole)[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    assert content(again)[1] == content(whole)[1] and again.metrics.step == STEPS
+    assert content(again)[1] == content(whole)[1] and again.metrics.curve.step == STEPS
 
 
 def saved_position(folder):
@@ -351,7 +351,7 @@ def test_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):
     first.checkpoints.wait()
     assert_same(trained(tmp_path / "run"), first)
     longer = trained(tmp_path / "run", "train.epochs=3")
-    assert longer.metrics.step == 102 and longer.loop.sampler.position == Position(3)
+    assert longer.metrics.curve.step == 102 and longer.loop.sampler.position == Position(3)
     with pytest.raises(ConfigError, match="train.epochs=1, but 2 passes are done"):
         trained(tmp_path / "run", "train.epochs=1")
 

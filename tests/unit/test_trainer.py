@@ -159,7 +159,7 @@ def test_a_run_is_done_where_the_last_words_have_no_batch(tmp_path):
     with Trainer(loop, zipf_text(100, 10_000)[0], 10_000, tmp_path) as run:
         run.train()
     assert loop.epochs_done == EPOCHS and loop.lr == 0
-    assert run.metrics.words == EPOCHS * 10_000
+    assert run.metrics.curve.words == EPOCHS * 10_000
 
 
 def test_time_is_estimated_from_the_steps_after_the_first(monkeypatch):

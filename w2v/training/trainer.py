@@ -157,7 +157,7 @@ class Trainer:
             link_rate=self.link_rate,
             saved=curve,
         )
-        self._seconds_before = self.metrics.seconds
+        self._seconds_before = self.metrics.curve.seconds
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -240,10 +240,10 @@ class Trainer:
         host = sum(table.bytes for table in self._step.tables if table.storage != "cuda")
         memory = self.ranks.all_gather((host, self._step.peak_gpu_bytes))
         return {
-            "loss": self.metrics.epoch_loss,
+            "loss": self.metrics.curve.last_epoch_loss,
             "held_out_loss": self._held_out_loss(),
-            "words": self.metrics.words,
-            "seconds": self.metrics.seconds,
+            "words": self.metrics.curve.words,
+            "seconds": self.metrics.curve.seconds,
             "bytes_host": sum(host for host, _ in memory),
             "bytes_gpu": sum(gpu for _, gpu in memory),
         }
@@ -271,7 +271,7 @@ class Trainer:
         return f"{remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
 
     def _stop(self, position: Position, status: int) -> None:
-        step = self.metrics.step
+        step = self.metrics.curve.step
         log.info(f"stopping at step {step:,} after a checkpoint; a second signal ends it at once")
         self._step.engine.flush()
         self.checkpoints.save(self._state(position), copied=False)
@@ -294,8 +294,8 @@ class Trainer:
             return
         self._step.flush()
         with self.timeline.phase("scoring"), self.metrics.paused():
-            scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.words}
-            scores["seconds"] = round(self.metrics.seconds, 3)
+            scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.curve.words}
+            scores["seconds"] = round(self.metrics.curve.seconds, 3)
             if self.config.run.score_epochs:
                 scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
@@ -307,16 +307,16 @@ class Trainer:
 
     def _summarize(self) -> None:
         """Log throughput, loss and transfers of the run."""
-        seconds = self.metrics.seconds
+        seconds = self.metrics.curve.seconds
         rate = self._total_words / seconds / 1e6
         log.info(
             f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, "
-            f"loss {self.metrics.epoch_loss:.4f} in the last epoch"
+            f"loss {self.metrics.curve.last_epoch_loss:.4f} in the last epoch"
         )
         untrained = self._untrained_loss()
-        if math.isnan(self.metrics.loss):
+        if math.isnan(self.metrics.curve.mean_loss):
             log.warning("no word had another beside it: there was nothing to train on")
-        elif self.metrics.loss > untrained:
+        elif self.metrics.curve.mean_loss > untrained:
             log.warning(
                 f"the loss is above that of untrained vectors, {untrained:.4f}; "
                 f"lower optimizer.lr={self.config.optimizer.lr:g}"
@@ -347,7 +347,7 @@ class Trainer:
 
     def _rank_traffic(self) -> str:
         """Format this rank's bytes/s over its link and to other ranks."""
-        seconds = max(self.metrics.seconds - self._seconds_before, 1e-9)
+        seconds = max(self.metrics.curve.seconds - self._seconds_before, 1e-9)
         link = self._link_use().bytes / seconds
         sent = self._step.exchange.bytes_sent / seconds
         share = ""

@@ -157,7 +157,6 @@ class Trainer:
             link_rate=self.link_rate,
             saved=curve,
         )
-        self._seconds_before = self.metrics.curve.seconds
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -321,9 +320,6 @@ class Trainer:
                 f"the loss is above that of untrained vectors, {untrained:.4f}; "
                 f"lower optimizer.lr={self.config.optimizer.lr:g}"
             )
-        if self.ranks.size > 1:
-            for rank, sent in enumerate(self.ranks.all_gather(self._rank_traffic())):
-                log.info(f"rank {rank}    {sent}")
         used, read, written, updated = self._final["rows"]
         if used:
             log.info(
@@ -344,16 +340,6 @@ class Trainer:
             kept_V = self.vocab.kept_counts(model.sample)
             targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
         return math.log(2) * targets
-
-    def _rank_traffic(self) -> str:
-        """Format this rank's bytes/s over its link and to other ranks."""
-        seconds = max(self.metrics.curve.seconds - self._seconds_before, 1e-9)
-        link = self._link_use().bytes / seconds
-        sent = self._step.exchange.bytes_sent / seconds
-        share = ""
-        if self.link_rate:
-            share = f"{link / 1e9:.1f} GB/s over its link ({link / self.link_rate:.0%}), "
-        return f"{share}{sent / 1e9:.3g} GB/s sent to the others"
 
     def _row_counts(self) -> list[int]:
         """Return rows used, read, written and updated, resumed runs included."""

@@ -132,9 +132,8 @@ class Steps:
 def train(planned: Plan, folder: Path) -> Trainer:
     """Train a whole run with its metrics in `folder`."""
     loop = build.build(planned)
-    raw_words = planned.corpus.raw_words
     held_out = build.make_heldout(planned, loop)
-    with Trainer(loop, planned.vocab, raw_words, folder, held_out) as trainer:
+    with Trainer(loop, planned.vocab, planned.corpus, folder, held_out) as trainer:
         trainer.train()
     return trainer
 

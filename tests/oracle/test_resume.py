@@ -23,6 +23,7 @@ from w2v.rows import checkpoint
 from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.system.files import sealed
 from w2v.system.process import Signals
+from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import save_timer
 from w2v.training.trainer import Diverged, Trainer, TrainingLoop
@@ -156,7 +157,7 @@ def make(
     loop.signals = Signals()
     loop.stop_after = stop_after
     loop.poisoned_step = poisoned_step
-    return Trainer(loop, vocab, len(ids), folder, signals=loop.signals)
+    return Trainer(loop, vocab, Corpus(ids, text.offsets_S, len(ids)), folder, signals=loop.signals)
 
 
 def trained(folder, *more, **what):
@@ -415,7 +416,7 @@ def test_another_text_is_refused(tmp_path):
     other = make(tmp_path / "other")
     other.vocab.words[3] = "another"
     refused = pytest.raises(CheckpointError, match="step-00000010 .*another text .*corpus.path=")
-    with refused, Trainer(other.loop, other.vocab, WORDS, tmp_path / "run"):
+    with refused, Trainer(other.loop, other.vocab, other.corpus, tmp_path / "run"):
         pass
 
 
@@ -450,7 +451,7 @@ def test_a_manifest_of_other_values_is_refused_or_read(tmp_path, value):
         if value == "missing":
             del holder[key]
         file.write_text(sealed(other))
-        with contextlib.suppress(ValueError), Trainer(fresh.loop, fresh.vocab, WORDS, run):
+        with contextlib.suppress(ValueError), Trainer(fresh.loop, fresh.vocab, fresh.corpus, run):
             pass
 
 

@@ -236,7 +236,7 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
         job = trainer.Trainer(
             loop,
             planned.vocab,
-            planned.corpus.raw_words,
+            planned.corpus,
             folder,
             held_out=build.make_heldout(planned, loop),
             signals=signals,
@@ -244,8 +244,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             ranks=ranks,
             link_rate=measure_copy_rate(planned.device) if planned.is_hosted else 0.0,
             timeline=timeline,
-            digest=planned.corpus.digest,
-            held_items=planned.corpus.held_items,
         )
         with job:
             # Only now: a checkpoint may refuse the settings, which then must not become the run's.

@@ -29,6 +29,7 @@ from w2v.system.console import RESULTS
 from w2v.system.files import as_json, atomic_write
 from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
+from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import save_timer
 from w2v.training.lockstep import Decision, Lockstep
@@ -111,7 +112,7 @@ class Trainer:
 
     loop: TrainingLoop
     vocab: Vocab
-    raw_words: int  # of one pass over the text, unknown ones included
+    corpus: Corpus
     folder: Path
     held_out: HeldOut | None = None
     signals: Signals = field(default_factory=Signals)
@@ -119,17 +120,15 @@ class Trainer:
     ranks: Ranks = SINGLE
     link_rate: float = 0.0  # bytes/s that the link carries at most; 0 if none is used
     timeline: Timeline = field(default_factory=Timeline)
-    digest: str = ""  # of the text's ids; a checkpoint of another text is refused
-    held_items: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [Q, 2]
 
     def __post_init__(self) -> None:
         self.config = self.loop.config
         self._step = self.loop.step
-        self._total_words = self.raw_words * self.config.train.epochs
+        self._total_words = self.corpus.raw_words * self.config.train.epochs
         self._text_facts = {
-            "raw_words": self.raw_words,
+            "raw_words": self.corpus.raw_words,
             "vocabulary": self.vocab.fingerprint,
-            "digest": self.digest,
+            "digest": self.corpus.digest,
         }
         self.ranks.require_equal(self._text_facts)
         folder = self.folder / "checkpoints"
@@ -142,8 +141,9 @@ class Trainer:
     def __enter__(self) -> Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
         curve = self._resume()
-        if self.ranks.rank == 0 and len(self.held_items):
-            lines = ("\t".join(self.vocab.words[row] for row in pair) for pair in self.held_items)
+        items_Q2 = self.corpus.held_items
+        if self.ranks.rank == 0 and len(items_Q2):
+            lines = ("\t".join(self.vocab.words[row] for row in pair) for pair in items_Q2)
             atomic_write(self.folder / ITEMS, "\n".join([*lines, ""]))
         file = None
         if self.ranks.rank == 0:
@@ -171,7 +171,7 @@ class Trainer:
                 # All ranks make equally many steps: one whose text is over gets empty batches.
                 batches = self._lockstep.batches(sampler.epoch(), sampler.empty_batch(epoch))
                 for done in self.loop.epoch(batches):
-                    words = round(self.loop.epochs_done * self.raw_words)
+                    words = round(self.loop.epochs_done * self.corpus.raw_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
                         self._check()
@@ -186,7 +186,7 @@ class Trainer:
                         self._save(done.batch.after)
                 # Between two epochs. Of the last words, subsampling may have kept none for a batch.
                 self.loop.epochs_done = epoch + 1.0
-                self.metrics.end_epoch(epoch + 1, self.raw_words * (epoch + 1))
+                self.metrics.end_epoch(epoch + 1, self.corpus.raw_words * (epoch + 1))
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
                     # The clock of rank 0 decides for all ranks.

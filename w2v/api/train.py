@@ -194,7 +194,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             if uses_gpu and (is_new or launcher.started()):
                 warm_up = partial(sampler.warm_up, launcher.number("LOCAL_RANK"))
                 threading.Thread(target=warm_up, name="warm_up", daemon=True).start()
-            from w2v.rows.link import measure_copy_rate
             from w2v.training import build, memory, plan, run_folder, trainer
         # Not deferred: of the ranks that it waits for, a signal may have ended some.
         ranks = plan.join_ranks(config)
@@ -242,7 +241,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             signals=signals,
             copy_bytes=planned.copies,
             ranks=ranks,
-            link_rate=measure_copy_rate(planned.device) if planned.is_hosted else 0.0,
             timeline=timeline,
         )
         with job:

@@ -110,7 +110,6 @@ class Metrics(contextlib.AbstractContextManager):
         log_seconds: float,  # between two lines
         tensorboard: bool = False,  # whether to write event files beside metrics.jsonl
         link: Callable[[], LinkUse] = LinkUse,  # returns the use of the link so far
-        link_rate: float = 0.0,  # bytes/s that it can carry, both ways together; 0 if unknown
         saved: Curve | None = None,  # of the saved run; later lines are cut off
     ):
         self.curve = saved or Curve()
@@ -121,7 +120,6 @@ class Metrics(contextlib.AbstractContextManager):
         self._pairs = Total(self.curve.epoch_pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
         self._link = link
-        self._link_rate = link_rate
         self._logged_link = link()
         self._link_values: dict[str, float] = {}
 
@@ -261,8 +259,6 @@ class Metrics(contextlib.AbstractContextManager):
         self._link_values = {}
         if rate:
             self._link_values["link_gb_per_s"] = round(rate / 1e9, 3)
-            if self._link_rate:
-                self._link_values["link_share"] = round(rate / self._link_rate, 4)
             self._link_values["link_wait"] = round(use.wait_seconds - before.wait_seconds, 4)
         self.bar.set_postfix_str(self._text(lr), refresh=False)
 
@@ -270,7 +266,5 @@ class Metrics(contextlib.AbstractContextManager):
         text = f"loss {self.curve.mean_loss:.4f}  lr {lr:.4g}"
         if link := self._link_values:
             text += f"  link {link['link_gb_per_s']:.1f} GB/s"
-            if self._link_rate:
-                text += f" ({link['link_share']:.0%} of its peak)"
             text += f", waited for {link['link_wait']:.1f} s"
         return text

@@ -118,7 +118,6 @@ class Trainer:
     signals: Signals = field(default_factory=Signals)
     copy_bytes: int = 0  # CPU memory for copies, to write checkpoints in the background
     ranks: Ranks = SINGLE
-    link_rate: float = 0.0  # bytes/s that the link carries at most; 0 if none is used
     timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
@@ -154,7 +153,6 @@ class Trainer:
             self.config.run.log_seconds,
             tensorboard=self.config.run.tensorboard,
             link=self._link_use,
-            link_rate=self.link_rate,
             saved=curve,
         )
         return self

@@ -402,13 +402,16 @@ def test_an_unwanted_last_checkpoint_does_not_replace_one_that_fails(tmp_path, m
     assert latest(tmp_path / "checkpoints") is None
 
 
-def test_moved_rows_are_counted_through(tmp_path):
-    whole = trained(tmp_path / "whole", place="tight")
+def test_rows_that_have_moved_since_the_start_are_reported(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "w2v")
     stopped(tmp_path / "run", place="tight", stop_after=48)
+    assert "rows moved" not in caplog.text
     again = trained(tmp_path / "run", place="tight")
-    used, read, written, updated = zip(again._final["rows"], whole._final["rows"], strict=True)
-    assert used[0] == used[1] > 0 and updated[0] == updated[1] > 0
-    assert read[0] > read[1] > 0 and written[0] > 0  # the cache is filled anew
+    used, read, written = again._step.engine.stats
+    words = WORDS * again.config.train.epochs - again._words_before
+    assert used > read > 0 and 0 < again._words_before < words + again._words_before
+    shown = f"{read:,} read ({read / used:.1%} of those used) and {written:,} written; "
+    assert f"{shown}{read / words:.3f} reads a word" in caplog.text
 
 
 def test_another_text_is_refused(tmp_path):

@@ -134,7 +134,6 @@ class Trainer:
         self.checkpoints = Checkpoints(folder, self._step.tables, self.copy_bytes, self.ranks)
         self._save_timer = save_timer.SaveTimer(self.config.run.checkpoint_minutes)
         self._lockstep = Lockstep(self.ranks, self._vote)
-        self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
         self._final: dict[str, Any] = {}  # state of the last checkpoint
 
     def __enter__(self) -> Trainer:
@@ -155,6 +154,7 @@ class Trainer:
             link=self._link_use,
             saved=curve,
         )
+        self._words_before = self.metrics.curve.words  # when the run was resumed
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -318,12 +318,14 @@ class Trainer:
                 f"the loss is above that of untrained vectors, {untrained:.4f}; "
                 f"lower optimizer.lr={self.config.optimizer.lr:g}"
             )
-        used, read, written, updated = self._final["rows"]
+        counts = [*self._step.engine.stats, int(self._step.state.rows_updated)]
+        used, read, written, updated = np.sum(self.ranks.all_gather(counts), axis=0)
         if used:
+            words = self._total_words - self._words_before
             log.info(
                 f"rows moved over the link: {read:,} read ({read / used:.1%} of those used) and "
-                f"{written:,} written; {read / self._total_words:.3f} reads a word, and "
-                f"{updated / self._total_words:.3f} without a cache"
+                f"{written:,} written; {read / words:.3f} reads a word, and "
+                f"{updated / words:.3f} without a cache"
             )
 
     # Statistics.
@@ -338,11 +340,6 @@ class Trainer:
             kept_V = self.vocab.kept_counts(model.sample)
             targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
         return math.log(2) * targets
-
-    def _row_counts(self) -> list[int]:
-        """Return rows used, read, written and updated, resumed runs included."""
-        counts = [*self._step.engine.stats, int(self._step.state.rows_updated)]
-        return [before + count for before, count in zip(self._rows_before, counts, strict=True)]
 
     def _link_use(self) -> LinkUse:
         """Return the bytes that have crossed the link, and the waits."""
@@ -468,13 +465,11 @@ class Trainer:
         """Return the state for a checkpoint, besides the tables."""
         self._check()  # numbers that are not finite are not saved
         curve = self.metrics.state(self.loop.lr)
-        rows = self.ranks.all_gather(self._row_counts())
         return {
             "step": curve.step,
             "samplers": self.ranks.all_gather(self.loop.sampler.state_dict(position)),
             "epochs_done": self.loop.epochs_done,
             "metrics": asdict(curve),
-            "rows": np.sum(rows, axis=0).tolist(),  # of all ranks
             "text": self._text_facts,
             "config": flat_config(self.config),
         }
@@ -493,7 +488,6 @@ class Trainer:
                     f"corpus.path={self.config.corpus.paths} is now; restore that text"
                 )
             step = operator.index(state["step"])
-            rows = [operator.index(count) for count in state["rows"]]
             epochs_done = float(state["epochs_done"])
             curve = Curve.of(state["metrics"])
             self.loop.sampler.load_state_dict(state["samplers"])
@@ -503,8 +497,6 @@ class Trainer:
         saved.load(self._step.tables, self.ranks)
         self.loop.epochs_done = epochs_done
         self._step.state.step = step
-        if self.ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
-            self._rows_before = rows
         more = ""
         if epochs_done >= epochs:
             more = "; more train.epochs would train on"

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -40,7 +40,6 @@ COUNTS = "counts.bin"
 FORMAT = 5  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 MOST_CHARACTERS = 40  # of a text's name in that of its cache, which may have 255 bytes
-SHOWN_PHRASES = 3  # examples in the plan
 MOST_ITEMS = 10_000  # held-out items that are scored: errors of hit rates are below 1 %
 
 log = logging.getLogger("w2v")
@@ -66,7 +65,6 @@ class Corpus:
     offsets: np.ndarray  # int64 [S + 1], of sentences with two words or more
     raw_words: int  # words of the text, dropped ones included
     tokenized: str = ""  # for the plan: why raw text was split into words
-    phrases: str = ""  # for the plan: how many words are joined pairs, and examples
     files_stamp: str = ""  # of the text files, see `sources.stamp`
     digest: str = ""  # of ids and offsets: equal texts and vocabularies have equal digests
     # int32 [Q, 2]: held-out items, each after the item before it.
@@ -74,11 +72,7 @@ class Corpus:
 
     @staticmethod
     def write(
-        folder: Path,
-        blocks: Iterable[EncodedBlock],
-        vocab: Vocab,
-        phrases: Sequence[str] = (),
-        files_stamp: str = "",
+        folder: Path, blocks: Iterable[EncodedBlock], vocab: Vocab, files_stamp: str = ""
     ) -> None:
         """Write ids and the vocabulary into a new folder.
 
@@ -91,9 +85,6 @@ class Corpus:
         (folder / COUNTS).write_bytes(vocab.counts)
         header = {"format": FORMAT, "raw_words": raw_words, "text": files_stamp}
         header |= {"raw_types": vocab.raw_types, "median": vocab.median}
-        if phrases:
-            shown = ", ".join(phrases[:SHOWN_PHRASES])
-            header["phrases"] = f"{len(phrases):,} phrases, such as {shown}"
         header["files"] = {path.name: checksums(path) for path in folder.iterdir()}
         (folder / HEADER).write_text(sealed(header))
 
@@ -140,7 +131,6 @@ class Corpus:
             ids,
             offsets,
             raw_words,
-            phrases=header.get("phrases", ""),
             files_stamp=header["text"],
             digest=blake2b(content, digest_size=16).hexdigest(),
         )
@@ -265,10 +255,9 @@ def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab
 
     log.info(f"reading {files[0]}" + (f" and {len(files) - 1} more files" if files[1:] else ""))
     files_stamp = stamp(files)
-    encoded = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
-    vocab, blocks, phrases = encoded
+    vocab, blocks = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
     with atomic_path(folder, synced=False) as temporary:  # a quarter of the time for 4 GB
-        Corpus.write(temporary, blocks, vocab, phrases, files_stamp)
+        Corpus.write(temporary, blocks, vocab, files_stamp)
         if stamp(files) != files_stamp:
             name = f"corpus.path={config.corpus.paths}"
             raise CorpusError(f"{name} changed while it was read; start again when it is complete")

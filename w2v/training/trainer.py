@@ -350,29 +350,20 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """Return the share of correct analogies, on rank 0; 0 on the others."""
-        weights_ND = self._scored_vectors(self._first_blocks())
+        weights_ND = self._scored_vectors()
         with self.ranks.reraise():
             if self.ranks.rank:
                 return 0.0
             words = self.vocab.words[: len(weights_ND)]
             return evaluate.Scorer(words, weights_ND).analogies().total.accuracy
 
-    @property
-    def _scored(self) -> int:
-        return min(RESTRICT_VOCAB, len(self.vocab.words))
-
-    def _first_blocks(self) -> list[np.ndarray]:
-        """Gather the vectors of several ranks that are scored on rank 0."""
-        if self.ranks.size == 1:
-            return []
-        inputs = self._step.inputs["weight"]
-        return list(export.in_order(inputs, self.ranks, self._scored))
-
-    def _scored_vectors(self, blocks: list[np.ndarray]) -> Tensor:
+    def _scored_vectors(self) -> Tensor:
         """Return the vectors of the words that are scored, on rank 0: [N, D]."""
         inputs, device = self._step.inputs, self._step.state.device
+        words = min(RESTRICT_VOCAB, len(self.vocab.words))
         if self.ranks.size == 1:
-            return inputs["weight"][: self._scored].to(device)
+            return inputs["weight"][:words].to(device)
+        blocks = list(export.in_order(inputs["weight"], self.ranks, words))
         if not blocks:
             return torch.empty(0, inputs.dim, device=device)
         return torch.from_numpy(np.concatenate(blocks)).to(device)
@@ -400,18 +391,16 @@ class Trainer:
     def _write_vectors(self, results: dict[str, Any]) -> None:
         """Write vectors, words and scores on rank 0."""
         inputs = self._step.inputs
-        first_blocks = self._first_blocks()
-        weights_ND = self._scored_vectors(first_blocks)
-        first = self._scored if self.ranks.size > 1 else 0  # each row is gathered once
-        others = export.in_order(inputs["weight"], self.ranks, len(self.vocab.words), first)
-        blocks, composed = chain(first_blocks, others), None
+        weights_ND = self._scored_vectors()
+        words = self.vocab.words
+        blocks = export.in_order(inputs["weight"], self.ranks, len(words))
+        composed = None
         if subwords := self._step.subwords:
             composed = Composed.of(subwords, self._step.table, self.config, self.ranks)
         with self.ranks.reraise():
             if self.ranks.rank:  # sends this rank's rows, block by block
                 deque(chain(blocks, composed.blocks if composed else ()), 0)
                 return
-            words = self.vocab.words
             with ThreadPoolExecutor(1) as threads:
                 items = read_items(self.folder)
                 scored = words[: len(weights_ND)]

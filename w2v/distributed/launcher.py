@@ -160,7 +160,7 @@ def default_signals() -> Iterator[None]:
 
 
 def report_error(error: Exception, message: str) -> None:
-    """Print the message, and the rank if it is not that of all ranks."""
+    """Print the message, with the rank of the error unless all raise it."""
     rank = os.environ.get("RANK", "0")
     failed_rank = getattr(error, "failed_rank", None)
     # Name the rank: of an error of all ranks the one where it came up, else this one.

@@ -99,7 +99,7 @@ def steady_rate(settings: list[str], work: Path) -> float:
         gc.collect()  # memory of the run before
         with TemporaryDirectory() as folder:
             metrics = steps.train(steps.make_plan(config, text), Path(folder)).metrics
-    return metrics.words / metrics.seconds
+    return metrics.curve.words / metrics.curve.seconds
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -132,9 +132,8 @@ class Steps:
 def train(planned: Plan, folder: Path) -> Trainer:
     """Train a whole run with its metrics in `folder`."""
     loop = build.build(planned)
-    raw_words = planned.corpus.raw_words
     held_out = build.make_heldout(planned, loop)
-    with Trainer(loop, planned.vocab, raw_words, folder, held_out) as trainer:
+    with Trainer(loop, planned.vocab, planned.corpus, folder, held_out) as trainer:
         trainer.train()
     return trainer
 
@@ -142,11 +141,11 @@ def train(planned: Plan, folder: Path) -> Trainer:
 def run_figures(trainer: Trainer) -> Figures:
     """Return speed, loss, memory and traffic of a finished run."""
     step = trainer.loop.step
-    words, seconds = trainer.metrics.words, trainer.metrics.seconds
+    words, seconds = trainer.metrics.curve.words, trainer.metrics.curve.seconds
     return {
         "words/s": words / seconds,
         "seconds [s]": seconds,
-        "loss": trainer.metrics.loss,
+        "loss": trainer.metrics.curve.mean_loss,
         **link(Moved.by(step), step, words, seconds),
         **gpu_memory(step),
     }

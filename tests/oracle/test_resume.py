@@ -23,6 +23,7 @@ from w2v.rows import checkpoint
 from w2v.rows.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.system.files import sealed
 from w2v.system.process import Signals
+from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import save_timer
 from w2v.training.trainer import Diverged, Trainer, TrainingLoop
@@ -156,7 +157,7 @@ def make(
     loop.signals = Signals()
     loop.stop_after = stop_after
     loop.poisoned_step = poisoned_step
-    return Trainer(loop, vocab, len(ids), folder, signals=loop.signals)
+    return Trainer(loop, vocab, Corpus(ids, text.offsets_S, len(ids)), folder, signals=loop.signals)
 
 
 def trained(folder, *more, **what):
@@ -181,8 +182,8 @@ def assert_same(ours, theirs, steps=STEPS):
     (our_records, our_scalars), (their_records, their_scalars) = content(ours), content(theirs)
     assert all(torch.equal(a, b) for a, b in zip(our_records, their_records, strict=True))
     assert our_scalars == their_scalars
-    assert ours.metrics.step == theirs.metrics.step == steps
-    assert ours.metrics.loss == theirs.metrics.loss
+    assert ours.metrics.curve.step == theirs.metrics.curve.step == steps
+    assert ours.metrics.curve.mean_loss == theirs.metrics.curve.mean_loss
 
 
 @pytest.mark.parametrize("name, place", COMBINATIONS)
@@ -258,7 +259,7 @@ def test_fused_training_resumes_within_rounding(tmp_path):
     again = trained(tmp_path / "run", **what)
     for ours, theirs in zip(content(again)[0], content(whole)[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    assert content(again)[1] == content(whole)[1] and again.metrics.step == STEPS
+    assert content(again)[1] == content(whole)[1] and again.metrics.curve.step == STEPS
 
 
 def saved_position(folder):
@@ -351,7 +352,7 @@ def test_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):
     first.checkpoints.wait()
     assert_same(trained(tmp_path / "run"), first)
     longer = trained(tmp_path / "run", "train.epochs=3")
-    assert longer.metrics.step == 102 and longer.loop.sampler.position == Position(3)
+    assert longer.metrics.curve.step == 102 and longer.loop.sampler.position == Position(3)
     with pytest.raises(ConfigError, match="train.epochs=1, but 2 passes are done"):
         trained(tmp_path / "run", "train.epochs=1")
 
@@ -401,13 +402,16 @@ def test_an_unwanted_last_checkpoint_does_not_replace_one_that_fails(tmp_path, m
     assert latest(tmp_path / "checkpoints") is None
 
 
-def test_moved_rows_are_counted_through(tmp_path):
-    whole = trained(tmp_path / "whole", place="tight")
+def test_rows_that_have_moved_since_the_start_are_reported(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "w2v")
     stopped(tmp_path / "run", place="tight", stop_after=48)
+    assert "rows moved" not in caplog.text
     again = trained(tmp_path / "run", place="tight")
-    used, read, written, updated = zip(again._final["rows"], whole._final["rows"], strict=True)
-    assert used[0] == used[1] > 0 and updated[0] == updated[1] > 0
-    assert read[0] > read[1] > 0 and written[0] > 0  # the cache is filled anew
+    used, read, written = again._step.engine.stats
+    words = WORDS * again.config.train.epochs - again._words_before
+    assert used > read > 0 and 0 < again._words_before < words + again._words_before
+    shown = f"{read:,} read ({read / used:.1%} of those used) and {written:,} written; "
+    assert f"{shown}{read / words:.3f} reads a word" in caplog.text
 
 
 def test_another_text_is_refused(tmp_path):
@@ -415,7 +419,7 @@ def test_another_text_is_refused(tmp_path):
     other = make(tmp_path / "other")
     other.vocab.words[3] = "another"
     refused = pytest.raises(CheckpointError, match="step-00000010 .*another text .*corpus.path=")
-    with refused, Trainer(other.loop, other.vocab, WORDS, tmp_path / "run"):
+    with refused, Trainer(other.loop, other.vocab, other.corpus, tmp_path / "run"):
         pass
 
 
@@ -450,7 +454,7 @@ def test_a_manifest_of_other_values_is_refused_or_read(tmp_path, value):
         if value == "missing":
             del holder[key]
         file.write_text(sealed(other))
-        with contextlib.suppress(ValueError), Trainer(fresh.loop, fresh.vocab, WORDS, run):
+        with contextlib.suppress(ValueError), Trainer(fresh.loop, fresh.vocab, fresh.corpus, run):
             pass
 
 

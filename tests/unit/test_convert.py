@@ -10,8 +10,7 @@ import w2v
 from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from w2v.api import cli
-from w2v.api import vectors as api
-from w2v.vectors import convert, export, manifest
+from w2v.vectors import export
 from w2v.vectors.manifest import FILES, STATIC, VectorsError
 
 WORDS = ["the", "zürich", "paris", "東京", "don't", "0"]
@@ -96,40 +95,12 @@ def test_usearch_finds_each_vector(run, index_module):
     assert [int(index.search(vector, 1).keys[0]) for vector in run.vectors] == [*range(6)]
 
 
-def test_neighbors_come_from_an_index_of_a_million_words(tmp_path, index_module, monkeypatch):
-    rng = np.random.default_rng(0)
-    words = [f"w{number}" for number in range(2000)]
-    vectors = rng.standard_normal((2000, 16)).astype(np.float32)
-    export.save(kv_of(words, vectors), tmp_path, ["kv", "index"])
-    exact = w2v.load(tmp_path / "vectors.kv")
-    monkeypatch.setattr(api, "INDEXED_WORDS", 2000)
-    indexed = w2v.load(tmp_path / "vectors.kv")
-    same = 0
-    for word in words[:50]:
-        for found, expected in zip(indexed.nn(word), exact.nn(word), strict=True):
-            same += found[0] == expected[0]
-            assert found[1] == pytest.approx(expected[1], abs=0.05)
-    assert same > 450 and indexed.norms is None
-    assert indexed.analogies("w1 - w2 + w3")[0] == pytest.approx(exact.analogies("w1 - w2 + w3")[0])
-    assert convert.open_index(tmp_path, vectors) is not None
-    for others in (vectors[:1999], vectors[::-1]):
-        assert convert.open_index(tmp_path, others) is None
-    file = tmp_path / FILES["index"]
-    file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(VectorsError, match=r"usearch cannot be read .*; export it again"):
-        convert.open_index(tmp_path, vectors)
-    manifest.write(tmp_path, None, {file.name: "0" * 64})
-    with pytest.raises(VectorsError, match=r"usearch is damaged"):
-        convert.open_index(tmp_path, vectors)
-
-
 @pytest.mark.parametrize("form", ["parquet", "index"])
 def test_a_missing_package_is_named(run, monkeypatch, form):
     for name in ("pyarrow", "usearch", "usearch.index"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(VectorsError, match="is not installed: pip install"):
         run.export(form)
-    assert convert.open_index(run.folder, 6) is None
 
 
 def test_the_command_writes_all_formats(run, tmp_path, capsys):

@@ -18,23 +18,26 @@ from w2v.config import ConfigError, load_config
 from w2v.text import corpus
 from w2v.text.corpus import Corpus, NoKnownWords, open_corpus
 from w2v.text.formats import CorpusError
+from w2v.text.vocab import Vocab
 from w2v.training.plan import open_together
+
+VOCAB = Vocab(["a", "b", "c"], np.array([3, 2, 1]), raw_words=6, raw_types=3)
 
 
 def test_sentences_of_two_known_words_are_written(tmp_path):
     sentences = [["a", "?", "b", "c"], ["d"], ["?"], [], ["b", "c"]]
-    written = Corpus.write(tmp_path / "ids", blocks(sentences))
-    for found in (written, Corpus.open(tmp_path / "ids")):
-        assert found.ids.tolist() == [0, 1, 2, 1, 2] and found.ids.dtype == np.int32
-        assert found.offsets.tolist() == [0, 3, 5] and found.offsets.dtype == np.int64
-        assert found.raw_words == 8
+    Corpus.write(tmp_path / "ids", blocks(sentences), VOCAB)
+    vocab, found = Corpus.open(tmp_path / "ids")
+    assert found.ids.tolist() == [0, 1, 2, 1, 2] and found.ids.dtype == np.int32
+    assert found.offsets.tolist() == [0, 3, 5] and found.offsets.dtype == np.int64
+    assert vocab.words == VOCAB.words and vocab.raw_words == found.raw_words == 8
     with pytest.raises(ValueError, match="read-only"):
-        written.ids[0] = 1
+        found.ids[0] = 1
 
 
 def test_a_text_without_known_words_is_an_error_that_ranks_can_send(tmp_path):
     with pytest.raises(NoKnownWords, match=r"two words of the vocabulary \(3 words") as error:
-        Corpus.write(tmp_path / "ids", blocks([["a", "?"], ["?"]]))
+        Corpus.write(tmp_path / "ids", blocks([["a", "?"], ["?"]]), VOCAB)
     assert error.value.raw_words == 3
     received = pickle.loads(pickle.dumps(error.value))
     assert (str(received), received.raw_words) == (str(error.value), 3)
@@ -43,7 +46,7 @@ def test_a_text_without_known_words_is_an_error_that_ranks_can_send(tmp_path):
 @pytest.mark.parametrize("name", ["ids.bin", "offsets.bin", "corpus.json"])
 @each_case("cut", [-1, -4, -8, 0, None])
 def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
-    Corpus.write(tmp_path / "ids", blocks([["a", "b", "c"], ["b", "c"]]))
+    Corpus.write(tmp_path / "ids", blocks([["a", "b", "c"], ["b", "c"]]), VOCAB)
     path = tmp_path / "ids" / name
     content = path.read_bytes()[:cut]
     path.unlink()
@@ -54,7 +57,7 @@ def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
-    Corpus.write(tmp_path / "ids", blocks([["a", "b"]]))
+    Corpus.write(tmp_path / "ids", blocks([["a", "b"]]), VOCAB)
     monkeypatch.setattr(corpus, "FORMAT", corpus.FORMAT + 1)
     with pytest.raises(CorpusError, match=r"is damaged \(format 5 instead of 6"):
         Corpus.open(tmp_path / "ids")
@@ -237,7 +240,8 @@ def test_a_stray_file_does_not_block_a_new_text(tmp_path):
 def test_temporary_ids_have_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sentences = [["a", "b", "c"], ["b", "c"]]
-    written = Corpus.write(tmp_path / "ids", blocks(sentences))
+    Corpus.write(tmp_path / "ids", blocks(sentences), VOCAB)
+    _, written = Corpus.open(tmp_path / "ids")
 
     def watched():
         for block in blocks(sentences):

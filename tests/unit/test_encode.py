@@ -30,7 +30,7 @@ def read(files, folder, workers=2, **settings):
     limits = {name: settings.pop(name) for name in LIMITS if name in settings}
     reading = CorpusConfig(**settings)
     limits = VocabConfig(**{"min_count": 1} | limits)
-    vocab, blocks, _ = encode.encode_files(files, reading, limits, workers, folder)
+    vocab, blocks = encode.encode_files(files, reading, limits, workers, folder)
     return vocab, *plain_text.joined(blocks)
 
 

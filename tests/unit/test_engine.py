@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from w2v.rows.cache import Engine, RowCache
-from w2v.rows.link import measure_copy_rate
 from w2v.rows.moves import WantedRows
 from w2v.rows.table import RowState, Table
 from w2v.word2vec.step import Waits
@@ -88,6 +87,5 @@ def test_wait_is_as_long_as_the_moves_take():
 
     waits_of_pages()  # kernels are compiled
     read, nothing, both_ways = map(min, zip(*[waits_of_pages() for _ in range(3)], strict=True))
-    rate = measure_copy_rate(device)
-    assert rate > 1e9 and 0.2 < read * rate / (table.bytes / 2) < 20
+    assert 1e9 < table.bytes / 2 / read < 1e12  # bytes/s of the link
     assert nothing < 0.2 * min(read, both_ways)

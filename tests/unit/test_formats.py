@@ -39,7 +39,7 @@ def words(path, data_dir, **settings):
     settings = CorpusConfig(**settings)
     files = locate(str(path), data_dir, settings)
     settings = replace(settings, tokenize=tokenize_mode(files, settings)[0])
-    vocab, blocks, _ = encode_files(files, settings, VocabConfig(min_count=1), 2, data_dir)
+    vocab, blocks = encode_files(files, settings, VocabConfig(min_count=1), 2, data_dir)
     ids = [row for block in blocks for row in block.ids.tolist()]
     return " ".join(vocab.words[row] for row in ids)
 

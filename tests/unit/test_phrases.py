@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.support import plain_text
 from w2v.config import CorpusConfig, VocabConfig, load_config
-from w2v.text import encode, open_corpus, phrases
+from w2v.text import encode, phrases
 from w2v.text.vocab import VocabError
+from w2v.training import plan
 
 
 def join_with_gensim(sentences, passes, threshold=10.0, min_count=5):
@@ -47,7 +48,6 @@ def check(path, folder, passes, threshold=10.0, min_count=1, **how):
     assert found.vocab.raw_words == expected.vocab.raw_words
     assert found.vocab.raw_types == expected.vocab.raw_types
     assert plain_text.joined(found.blocks) == plain_text.joined(expected.blocks)
-    assert found.phrases == [word for word in found.vocab.words if "_" in word]
     return found
 
 
@@ -109,15 +109,16 @@ def test_phrases_are_those_of_gensim(
 
 def test_phrases_of_news(tmp_path):
     found = check(Path(datapath("lee_background.cor")), tmp_path, passes=2, min_count=5)
-    assert {"New_York", "New_South_Wales"} < set(found.phrases) and len(found.phrases) > 300
+    joined = {word for word in found.vocab.words if "_" in word}
+    assert {"New_York", "New_South_Wales"} < joined and len(joined) > 300
 
 
 def test_words_of_the_text_that_look_joined_are_the_same_words(tmp_path):
     text = tmp_path / "text"
     text.write_text("a new york b\nc new york d\ne new_york f\n" * 6)
     config = CorpusConfig(phrases=1, phrases_threshold=0.5, tokenize="whitespace")
-    vocab, blocks, joined = encode.encode_files([text], config, VocabConfig(1), 2, tmp_path)
-    assert vocab.words[0] == "new_york" == joined[0] and vocab.counts[0] == 18
+    vocab, blocks = encode.encode_files([text], config, VocabConfig(1), 2, tmp_path)
+    assert vocab.words[0] == "new_york" and vocab.counts[0] == 18
     sentences, raw_words = plain_text.joined(blocks)
     assert raw_words == vocab.raw_words == 9 * 6
     assert {tuple(sentence)[1] for sentence in sentences} == {0}
@@ -130,7 +131,7 @@ def test_a_run_of_pairs_that_is_longer_than_a_block(tmp_path, monkeypatch):
     for length in (699, 700, 701):
         text.write_text(f"{'ha ' * length}\n{others}\n")
         found = check(text, tmp_path, 2)
-        assert "ha_ha_ha_ha" in found.phrases
+        assert "ha_ha_ha_ha" in found.vocab.words
 
 
 def test_the_cache_knows_the_setting(tmp_path):
@@ -140,15 +141,18 @@ def test_the_cache_knows_the_setting(tmp_path):
     data = [f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=1"]
 
     def words(*more):
-        vocab, corpus = open_corpus(load_config([], [*data, *more]))
-        return vocab.words, corpus.phrases, len(corpus.ids)
+        config = load_config([], [*data, *more])
+        planned = plan.make_plan(config)
+        _, corpus_line = plan.describe(planned).splitlines()[:2]
+        return planned.vocab.words, corpus_line.partition("kept ")[2], len(planned.corpus.ids)
 
     plain = words()
     for _ in range(2):  # the second time from the cache
-        assert words() == plain and not plain[1]
+        assert words() == plain and "phrases" not in plain[1]
         joined, noted, size = words("corpus.phrases=1", "corpus.phrases_threshold=2")
         assert "new_york" in joined and size < plain[2]
-        assert noted.startswith(f"{sum('_' in word for word in joined)} phrases, such as ")
+        first = next(word for word in joined if "_" in word)
+        assert f"; {sum('_' in word for word in joined)} phrases, {first}" in noted
         assert "new_york" not in words("corpus.phrases=1", "corpus.phrases_threshold=1e9")[0]
     assert len(list((tmp_path / "data" / "cache").iterdir())) == 3
 
@@ -166,5 +170,5 @@ def test_many_pairs_are_counted_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(phrases, "MOST_PAIRS", 512)
     monkeypatch.setattr(phrases, "_frequent_pairs", lambda *a: calls.append(a) or count(*a))
     many = check(text, tmp_path, 2, 2.0)
-    assert many.vocab.words == few.vocab.words and many.phrases == few.phrases != []
+    assert many.vocab.words == few.vocab.words and any("_" in word for word in few.vocab.words)
     assert len(calls) > 50

@@ -142,7 +142,7 @@ def test_ranks_ask_once_an_interval_while_a_checkpoint_is_written(tmp_path, monk
     monkeypatch.setattr(Checkpoints, "busy", property(lambda self: asked.append(clock.now) or True))
     loop = make_loop("run.checkpoint_minutes=1", words=20_000)
     (tmp_path / "checkpoints").mkdir()
-    with Trainer(loop, zipf_text(100, 1000)[0], 20_000, tmp_path) as run:
+    with Trainer(loop, *zipf_text(100, 20_000), tmp_path) as run:
         run.train()
     intervals = clock.now / 60
     assert 10 < intervals < loop.step.state.step / 50
@@ -156,10 +156,10 @@ def test_a_run_is_done_where_the_last_words_have_no_batch(tmp_path):
     sentences = len(text.offsets_S) - 1
     loop.sampler.text = replace(text, held_out=np.arange(sentences - 4, sentences))
     (tmp_path / "checkpoints").mkdir()
-    with Trainer(loop, zipf_text(100, 10_000)[0], 10_000, tmp_path) as run:
+    with Trainer(loop, *zipf_text(100, 10_000), tmp_path) as run:
         run.train()
     assert loop.epochs_done == EPOCHS and loop.lr == 0
-    assert run.metrics.words == EPOCHS * 10_000
+    assert run.metrics.curve.words == EPOCHS * run.corpus.raw_words
 
 
 def test_time_is_estimated_from_the_steps_after_the_first(monkeypatch):

@@ -104,8 +104,7 @@ def train_and_score(
     loop = build.build(planned)
     held_out = build.make_heldout(planned, loop)
     try:
-        raw_words, held = corpus.raw_words, corpus.held_items
-        with Trainer(loop, vocab, raw_words, folder, held_out, held_items=held) as trainer:
+        with Trainer(loop, vocab, corpus, folder, held_out) as trainer:
             trainer.train()
         table = trainer.loop.step.inputs
         words = len(vocab.words)

@@ -194,7 +194,6 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
             if uses_gpu and (is_new or launcher.started()):
                 warm_up = partial(sampler.warm_up, launcher.number("LOCAL_RANK"))
                 threading.Thread(target=warm_up, name="warm_up", daemon=True).start()
-            from w2v.rows.link import measure_copy_rate
             from w2v.training import build, memory, plan, run_folder, trainer
         # Not deferred: of the ranks that it waits for, a signal may have ended some.
         ranks = plan.join_ranks(config)
@@ -236,16 +235,13 @@ def train_run(options: argparse.Namespace, signals: Signals) -> Path | None:
         job = trainer.Trainer(
             loop,
             planned.vocab,
-            planned.corpus.raw_words,
+            planned.corpus,
             folder,
             held_out=build.make_heldout(planned, loop),
             signals=signals,
             copy_bytes=planned.copies,
             ranks=ranks,
-            link_rate=measure_copy_rate(planned.device) if planned.is_hosted else 0.0,
             timeline=timeline,
-            digest=planned.corpus.digest,
-            held_items=planned.corpus.held_items,
         )
         with job:
             # Only now: a checkpoint may refuse the settings, which then must not become the run's.

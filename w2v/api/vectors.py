@@ -5,11 +5,10 @@ Shapes: V words, D dimensions.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from w2v.vectors.evaluate import Scores
 
-INDEXED_WORDS = 1_000_000  # from which on an index is searched, if there is one
 Answers = list[tuple[str, float]]  # words and their cosines, the nearest first
 
 
@@ -54,11 +52,6 @@ class Vectors(Words):
         self.folder = self.path.parent
         vars(self).update(vars(load_words(self.path)))  # without a copy of the words
         self.words = self.index_to_key
-
-    @functools.cached_property
-    def _index(self) -> Any:
-        is_large = len(self) >= INDEXED_WORDS
-        return convert.open_index(self.folder, self.vectors) if is_large else None
 
     def __len__(self) -> int:
         return len(self.words)
@@ -91,7 +84,7 @@ class Vectors(Words):
 
         Raises `EvaluationError`, with the nearest spellings, for an unknown word.
         """
-        return query.combination(self, [word], topn, self._index)
+        return query.combination(self, [word], topn)
 
     def analogies(self, *words: str, topn: int = 10) -> Answers:
         """Return the `topn` words nearest to an analogy, with cosines.
@@ -106,7 +99,7 @@ class Vectors(Words):
                 raise EvaluationError(f"{' '.join(terms)!r} is not 3 words, {remedy}")
             a, b, c = terms
             terms = [b, "-", a, "+", c]
-        return query.combination(self, terms, topn, self._index)
+        return query.combination(self, terms, topn)
 
     def score(
         self,
@@ -147,7 +140,7 @@ class Vectors(Words):
 
         Args:
             formats: Of "kv", "bin", "txt", "safetensors", "npy", "parquet", "projector",
-                "sentence-transformers" and "index", which `nn` searches from 1 M words on.
+                "sentence-transformers" and "index".
             to: A folder; by default that of the vectors.
 
         Raises `VectorsError` for other formats, words that a format cannot store, and packages that

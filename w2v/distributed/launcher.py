@@ -1,7 +1,7 @@
 """Start ranks on this host, read torchrun's variables, and report errors.
 
 An error that every rank raises has an attribute `failed_rank`, the rank where it came up, and is
-printed once. This module imports torch only in jobs of several ranks.
+printed once. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def default_signals() -> Iterator[None]:
 
 
 def report_error(error: Exception, message: str) -> None:
-    """Print the message, and record the error for torchrun's summary."""
+    """Print the message, with the rank of the error unless all raise it."""
     rank = os.environ.get("RANK", "0")
     failed_rank = getattr(error, "failed_rank", None)
     # Name the rank: of an error of all ranks the one where it came up, else this one.
@@ -173,16 +173,6 @@ def report_error(error: Exception, message: str) -> None:
     else:
         # Rank 0 is ended as soon as this rank exits. Let it print the error first.
         time.sleep(PAUSE_SECONDS)
-    record(error)
-
-
-def record(error: BaseException) -> None:
-    """Record an error for torchrun's summary, if there is torchrun."""
-    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    get_error_handler().record_exception(error)
 
 
 def run(main: Callable[..., int | None], *arguments: Any) -> int:
@@ -208,7 +198,6 @@ def run(main: Callable[..., int | None], *arguments: Any) -> int:
             time.sleep(PAUSE_SECONDS)  # the lost rank should be seen to fail first
         else:
             traceback.print_exc()
-            record(error)
     if status and started():
         exit_now(status)
     return status

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -20,10 +19,6 @@ from w2v.rows.table import Table
 
 RING = 3  # pinned buffers of a `StagedLink`
 BUFFER_BYTES = 16 << 20  # of each: 16 MiB copies reach 97 % of the link's rate
-# Of `measure_copy_rate`: bytes of a copy, copies each way between two waits, seconds at least.
-MOVED_BYTES = 16 << 20
-COPIES = 8
-SECONDS = 0.05
 
 
 class Link:
@@ -138,25 +133,6 @@ def link_between(table: Table, device: torch.device, width: int | None = None) -
 def _pinned(*shape: int) -> Tensor:
     """Return pinned memory, whatever torch.set_default_device says."""
     return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-
-def measure_copy_rate(device: torch.device) -> float:
-    """Return the bytes/s of copies in both directions: the link's roofline."""
-    on_gpu = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, device=device)
-    on_cpu = _pinned(2, MOVED_BYTES)
-    ways = (on_gpu[0], on_cpu[0], torch.cuda.Stream()), (on_cpu[1], on_gpu[1], torch.cuda.Stream())
-    calls = 0
-    start = 0.0
-    while calls < 2 or time.perf_counter() - start < SECONDS:
-        if calls == 1:  # the first call warms up
-            start = time.perf_counter()
-        for target, source, stream in ways:
-            with torch.cuda.stream(stream):
-                for _ in range(COPIES):
-                    target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        calls += 1
-    return (calls - 1) * 2 * COPIES * MOVED_BYTES / (time.perf_counter() - start)
 
 
 def current_stream() -> torch.cuda.Stream:

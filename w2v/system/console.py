@@ -117,20 +117,7 @@ def progress_bar(**options: Any) -> Any:
     """Return tqdm's bar, as wide as the terminal and erased at its end."""
     from tqdm import tqdm
 
-    def draw(text: str) -> None:
-        bar.fp.write(f"\r{text}\x1b[K")
-        bar.fp.flush()
-
-    def shape(file: TextIO) -> tuple[int | None, int | None]:
-        if not is_terminal(file):
-            return None, None
-        columns, rows = os.get_terminal_size(file.fileno())
-        return columns - len("^C"), rows  # what an interrupt prints would wrap, and keep the bar
-
-    bar = tqdm(dynamic_ncols=True, leave=False, **options)
-    bar.sp = draw  # tqdm's own pads with blanks, which wrap in a terminal that is narrower by now
-    bar.dynamic_ncols = shape
-    return bar
+    return tqdm(dynamic_ncols=True, leave=False, **options)
 
 
 class _FileHandler(logging.FileHandler):

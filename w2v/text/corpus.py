@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -40,7 +40,6 @@ COUNTS = "counts.bin"
 FORMAT = 5  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 MOST_CHARACTERS = 40  # of a text's name in that of its cache, which may have 255 bytes
-SHOWN_PHRASES = 3  # examples in the plan
 MOST_ITEMS = 10_000  # held-out items that are scored: errors of hit rates are below 1 %
 
 log = logging.getLogger("w2v")
@@ -65,43 +64,29 @@ class Corpus:
     ids: np.ndarray  # int32 [N], words of the vocabulary only
     offsets: np.ndarray  # int64 [S + 1], of sentences with two words or more
     raw_words: int  # words of the text, dropped ones included
-    raw_types: int = 0  # distinct ones, if there is a vocabulary
-    median: float = 0.0  # count of the median word, see `Vocab`
     tokenized: str = ""  # for the plan: why raw text was split into words
-    phrases: str = ""  # for the plan: how many words are joined pairs, and examples
     files_stamp: str = ""  # of the text files, see `sources.stamp`
     digest: str = ""  # of ids and offsets: equal texts and vocabularies have equal digests
     # int32 [Q, 2]: held-out items, each after the item before it.
     held_items: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
-    @classmethod
+    @staticmethod
     def write(
-        cls,
-        folder: str | Path,
-        blocks: Iterable[EncodedBlock],
-        vocab: Vocab | None = None,
-        phrases: Sequence[str] = (),
-        files_stamp: str = "",
-    ) -> Corpus:
-        """Write ids into a new folder, with the vocabulary if there is one.
+        folder: Path, blocks: Iterable[EncodedBlock], vocab: Vocab, files_stamp: str = ""
+    ) -> None:
+        """Write ids and the vocabulary into a new folder.
 
         Raises `NoKnownWords` if there is nothing to write.
         """
-        folder = Path(folder)
         folder.mkdir(parents=True)
         with open(folder / IDS, "wb") as ids, open(folder / OFFSETS, "wb") as offsets:
             raw_words = _write_blocks(blocks, ids, offsets)
+        (folder / WORDS).write_bytes("\n".join(vocab.words).encode())
+        (folder / COUNTS).write_bytes(vocab.counts)
         header = {"format": FORMAT, "raw_words": raw_words, "text": files_stamp}
-        if vocab:
-            (folder / WORDS).write_bytes("\n".join(vocab.words).encode())
-            (folder / COUNTS).write_bytes(vocab.counts)
-            header |= {"raw_types": vocab.raw_types, "median": vocab.median}
-        if phrases:
-            shown = ", ".join(phrases[:SHOWN_PHRASES])
-            header["phrases"] = f"{len(phrases):,} phrases, such as {shown}"
+        header |= {"raw_types": vocab.raw_types, "median": vocab.median}
         header["files"] = {path.name: checksums(path) for path in folder.iterdir()}
         (folder / HEADER).write_text(sealed(header))
-        return cls.open(folder, checked=True)
 
     @classmethod
     def temporary(cls, blocks: Iterable[EncodedBlock]) -> Corpus:
@@ -117,13 +102,12 @@ class Corpus:
             return cls(ids_N, np.memmap(offsets, np.int64, "r"), raw_words)
 
     @classmethod
-    def open(cls, folder: str | Path, checked: bool = False) -> Corpus:
-        """Map the ids in a folder; raise `CorpusError` if a file is damaged.
+    def open(cls, folder: Path, checked: bool = False) -> tuple[Vocab, Corpus]:
+        """Read a vocabulary and map ids; raise `CorpusError` if a file is damaged.
 
         Unless they have been `checked`, all bytes are compared with their checksums, on all cores:
         damaged ids would be trained on, or address memory outside of the tables.
         """
-        folder = Path(folder)
         try:
             header = unsealed((folder / HEADER).read_text(encoding="utf-8"))
             if header["format"] != FORMAT:
@@ -134,17 +118,19 @@ class Corpus:
                     raise ValueError(f"{name} differs from its checksum")
             ids = np.memmap(folder / IDS, np.int32, "r")
             offsets = np.memmap(folder / OFFSETS, np.int64, "r")
+            # Not vocab.tsv, as a line for each of two million words takes a second to read.
+            words = (folder / WORDS).read_bytes().decode().split("\n")
+            counts = np.fromfile(folder / COUNTS, np.int64)
+            raw_words, median = header["raw_words"], header["median"]
+            vocab = Vocab(words, counts, raw_words, header["raw_types"], median=median)
         except (OSError, ValueError, KeyError) as error:
             raise CorpusError(f"{folder} is damaged ({error})") from None
         # Checksums of all pieces, in their order, identify the text.
         content = json.dumps([files[IDS], files[OFFSETS]]).encode()
-        return cls(
+        return vocab, cls(
             ids,
             offsets,
-            header["raw_words"],
-            header.get("raw_types", 0),
-            header.get("median", 0.0),
-            phrases=header.get("phrases", ""),
+            raw_words,
             files_stamp=header["text"],
             digest=blake2b(content, digest_size=16).hexdigest(),
         )
@@ -256,17 +242,11 @@ def cached(
     if not (folder / HEADER).exists():
         return None
     try:
-        corpus = Corpus.open(folder)
-        if corpus.files_stamp != files_stamp:
-            return None
-        # Not vocab.tsv, as a line for each of two million words takes a second to read.
-        words = (folder / WORDS).read_bytes().decode().split("\n")
-        counts = np.fromfile(folder / COUNTS, np.int64)
-        types, median = corpus.raw_types, corpus.median
-        return Vocab(words, counts, corpus.raw_words, types, median=median), corpus
-    except (OSError, ValueError) as error:
+        vocab, corpus = Corpus.open(folder)
+    except CorpusError as error:
         report(f"{error}; it is rebuilt from the text")
         return None
+    return (vocab, corpus) if corpus.files_stamp == files_stamp else None
 
 
 def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab, Corpus]:
@@ -275,12 +255,11 @@ def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab
 
     log.info(f"reading {files[0]}" + (f" and {len(files) - 1} more files" if files[1:] else ""))
     files_stamp = stamp(files)
-    encoded = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
-    vocab, blocks, phrases = encoded
+    vocab, blocks = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
     with atomic_path(folder, synced=False) as temporary:  # a quarter of the time for 4 GB
-        Corpus.write(temporary, blocks, vocab, phrases, files_stamp)
+        Corpus.write(temporary, blocks, vocab, files_stamp)
         if stamp(files) != files_stamp:
             name = f"corpus.path={config.corpus.paths}"
             raise CorpusError(f"{name} changed while it was read; start again when it is complete")
     return_freed_memory()
-    return vocab, Corpus.open(folder, checked=True)
+    return Corpus.open(folder, checked=True)

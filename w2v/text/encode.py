@@ -68,7 +68,6 @@ class EncodedText(NamedTuple):
 
     vocab: Vocab
     blocks: Iterator[EncodedBlock]
-    phrases: list[str]  # joined words of the vocabulary, the most frequent first
 
 
 def encode_files(
@@ -82,14 +81,13 @@ def encode_files(
     merged = MergedWords()
     blocks = _number_words(files, settings, merged, workers, folder)
     counts, firsts = merged.totals()
-    joined_codes = np.empty(0, np.int32)
     if settings.phrases:
         # Pairs are counted by codes, as a word has other numbers in other tables.
         coded = CodedText(folder)
         for codes in map_in_order(workers, NumberedBlock.codes, blocks):
             coded.append(codes)
         del blocks  # and their files
-        coded, counts, firsts, joined_codes = join_phrases(coded, merged, settings, workers, folder)
+        coded, counts, firsts = join_phrases(coded, merged, settings, workers, folder)
         # From now on the number of a word is its code.
         all_codes = ThreadTable(np.arange(len(counts), dtype=np.int32))
         blocks = [NumberedBlock(coded, place, all_codes) for place in coded.blocks]
@@ -97,9 +95,8 @@ def encode_files(
     # Words that are not kept have row -1.
     row_of = np.full(len(counts), -1, np.int32)
     row_of[kept] = np.arange(len(kept))
-    phrases = np.flatnonzero(np.isin(kept, joined_codes)).tolist()
     encoded = _encode_blocks(blocks, row_of, settings.max_sentence_length, workers)
-    return EncodedText(vocab, encoded, [vocab.words[row] for row in phrases])
+    return EncodedText(vocab, encoded)
 
 
 def encode_sentences(

@@ -85,26 +85,23 @@ class CodedText:
 
 def join_phrases(
     text: CodedText, merged: MergedWords, settings: CorpusConfig, workers: int, folder: Path
-) -> tuple[CodedText, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[CodedText, np.ndarray, np.ndarray]:
     """Join the pairs that score above the threshold, and add them to `merged`.
 
     The score is (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words and pairs. Unlike
     gensim's, n_ab does not include words of the text that are spelled like the joined pair. Words
     are joined from the left, each to one other at most; a later pass may join joined words.
 
-    Returns the text (another one is closed), the count and the first position of each code in it,
-    and the codes of all joined words, some of which a later pass may have joined again.
+    Returns the text (another one is closed), and the count and first position of each code in it.
     """
     counts, firsts = merged.totals()
-    found = [np.empty(0, np.int32)]
     for _ in range(settings.phrases):
         pairs = _best_pairs(text, counts, settings.phrases_threshold, workers)
         if not len(pairs):
             break
         codes = _add_words(pairs, merged)
-        found.append(codes)
         text, counts, firsts = _join(text, pairs, codes, merged.codes, workers, folder)
-    return text, counts, firsts, np.unique(np.concatenate(found))
+    return text, counts, firsts
 
 
 def _best_pairs(text: CodedText, counts: np.ndarray, threshold: float, workers: int) -> np.ndarray:

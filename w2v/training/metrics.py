@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,16 +68,16 @@ class Curve:
 
     step: int = 0
     words: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of training, at the last report
     loss: float = 0.0  # sum since the last line
     pairs: int = 0
-    mean_loss: float = math.nan
-    last_epoch_loss: float = math.nan
-    epoch_loss: float = 0.0  # sum of the epoch so far
+    mean_loss: float = math.nan  # at the last report
+    last_epoch_loss: float = math.nan  # mean of the last whole epoch
+    epoch_loss: float = 0.0  # sum of the epoch so far, when saved
     epoch_pairs: int = 0
-    logged_words: int = 0
+    logged_words: int = 0  # at the last line
     logged_seconds: float = 0.0
-    bytes: int = 0  # of metrics.jsonl
+    bytes: int = 0  # of metrics.jsonl, when saved
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Curve:
@@ -110,48 +110,33 @@ class Metrics(contextlib.AbstractContextManager):
         log_seconds: float,  # between two lines
         tensorboard: bool = False,  # whether to write event files beside metrics.jsonl
         link: Callable[[], LinkUse] = LinkUse,  # returns the use of the link so far
-        link_rate: float = 0.0,  # bytes/s that it can carry, both ways together; 0 if unknown
         saved: Curve | None = None,  # of the saved run; later lines are cut off
     ):
-        saved = saved or Curve()
-        self.step = saved.step
-        self.words = saved.words
-        self.seconds = saved.seconds  # of training, at the last report
-        self.loss = saved.mean_loss  # at the last report
-        self.epoch_loss = saved.last_epoch_loss  # mean of the last whole epoch
+        self.curve = saved or Curve()
         self._total_words = total_words
         self._log_seconds = log_seconds
-
-        # Sums since the last line, and of the epoch so far.
-        self._line_loss = saved.loss
-        self._line_pairs: float = saved.pairs
-        self._loss = Total(saved.epoch_loss)
-        self._pairs = Total(saved.epoch_pairs)
+        # Sums of the epoch so far.
+        self._loss = Total(self.curve.epoch_loss)
+        self._pairs = Total(self.curve.epoch_pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
-
-        # State at the last line.
-        self._logged_words = saved.logged_words
         self._link = link
-        self._link_rate = link_rate
         self._logged_link = link()
         self._link_values: dict[str, float] = {}
 
-        # Points in time.
-        self._start = time.monotonic() - self.seconds
-        self._logged = self._start + saved.logged_seconds
+        self._start = time.monotonic() - self.curve.seconds
         self._board: Any = None
         if path and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             # Points of later steps, which a killed process left, are hidden.
-            self._board = SummaryWriter(str(path.parent), purge_step=self.step + 1)
+            self._board = SummaryWriter(str(path.parent), purge_step=self.curve.step + 1)
         self._file: Any = tempfile.TemporaryFile("a")  # noqa: SIM115 - closed by __exit__
         if path:
             self._file = path.open("a", encoding="utf-8")
         size = self._file.tell()
-        if path and size < saved.bytes:
+        if path and size < self.curve.bytes:
             log.warning(f"{path} has lost lines since the checkpoint; its curve has a gap")
-        self._file.truncate(min(size, saved.bytes))
+        self._file.truncate(min(size, self.curve.bytes))
         self.bar = progress_bar(
             total=total_words,
             unit=" words",
@@ -164,9 +149,9 @@ class Metrics(contextlib.AbstractContextManager):
         """Count a step, after which `words` raw words are done, without waiting."""
         self._loss.add(loss)
         self._pairs.add(pairs)
-        self.step += 1
+        self.curve.step += 1
         # After a resume on another number of ranks, unfinished chunks are read again.
-        self._logged_words -= max(0, self.words - words)
+        self.curve.logged_words -= max(0, self.curve.words - words)
         self._set_words(words)
 
     def end_epoch(self, epoch: int, words: int) -> None:
@@ -177,7 +162,7 @@ class Metrics(contextlib.AbstractContextManager):
         self._set_words(words)
         # Waiting for the device now would leave it idle until the next page is planned.
         seconds = round(time.monotonic() - self._start, 3)
-        line = {"epoch": epoch, "words": self.words, "seconds": seconds}
+        line = {"epoch": epoch, "words": words, "seconds": seconds}
         self._ended.append((line, self._loss, self._pairs))
         self._loss = Total()
         self._pairs = Total()
@@ -185,28 +170,30 @@ class Metrics(contextlib.AbstractContextManager):
     @property
     def due(self) -> bool:
         """True when it is time for `log`."""
-        return time.monotonic() >= self._logged + self._log_seconds
+        logged = self._start + self.curve.logged_seconds
+        return time.monotonic() >= logged + self._log_seconds
 
     def log(self, lr: float) -> None:
         """Write a line with the mean loss since the last one, if words were read."""
-        if self.words == self._logged_words:
+        curve = self.curve
+        if curve.words == curve.logged_words:
             return
         self._read(lr)
-        now = time.monotonic()
-        rate = (self.words - self._logged_words) / max(now - self._logged, 1e-9)
-        line = {"step": self.step, "words": self.words, "seconds": round(self.seconds, 3)}
-        line |= {"words_per_s": round(rate), "loss": self.loss, "lr": lr}
+        now = time.monotonic() - self._start
+        rate = (curve.words - curve.logged_words) / max(now - curve.logged_seconds, 1e-9)
+        line = {"step": curve.step, "words": curve.words, "seconds": round(curve.seconds, 3)}
+        line |= {"words_per_s": round(rate), "loss": curve.mean_loss, "lr": lr}
         self.append(line | self._link_values)
         self.send(line | self._link_values, "training")
         if self.bar.disable:
-            share = self.words / self._total_words
+            share = curve.words / self._total_words
             text = f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}"
-            if self._logged_words:  # the first step may have waited for compilation
-                text += f"  {(self._total_words - self.words) / rate:.0f} s left"
+            if curve.logged_words:  # the first step may have waited for compilation
+                text += f"  {(self._total_words - curve.words) / rate:.0f} s left"
             log.info(text)
-        self._line_loss = self._line_pairs = 0
-        self._logged = now
-        self._logged_words = self.words
+        curve.loss = curve.pairs = 0
+        curve.logged_seconds = now
+        curve.logged_words = curve.words
         self._logged_link = self._link()
 
     def state(self, lr: float) -> Curve:
@@ -215,18 +202,10 @@ class Metrics(contextlib.AbstractContextManager):
         # The checkpoint must not be ahead of the file: on resume, lines after it are cut off.
         self._file.flush()
         os.fsync(self._file.fileno())
-        return Curve(
-            step=self.step,
-            words=self.words,
-            seconds=self.seconds,
-            loss=self._line_loss,
-            pairs=int(self._line_pairs),
-            mean_loss=self.loss,
-            last_epoch_loss=self.epoch_loss,
+        return replace(
+            self.curve,
             epoch_loss=self._loss.sum,
             epoch_pairs=int(self._pairs.sum),
-            logged_words=self._logged_words,
-            logged_seconds=self._logged - self._start,
             bytes=os.fstat(self._file.fileno()).st_size,
         )
 
@@ -241,18 +220,16 @@ class Metrics(contextlib.AbstractContextManager):
             return
         for name, value in values.items():
             if value is not None and name not in AXES:
-                self._board.add_scalar(f"{group}/{name}", value, self.step)
+                self._board.add_scalar(f"{group}/{name}", value, self.curve.step)
         self._board.flush()  # else the page is minutes late
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of the block out of the training time."""
         began = time.monotonic()
-        self.seconds = began - self._start
+        self.curve.seconds = began - self._start
         yield
-        away = time.monotonic() - began
-        self._start += away
-        self._logged += away
+        self._start += time.monotonic() - began
 
     def __exit__(self, *error: object) -> None:
         self.bar.close()
@@ -261,36 +238,33 @@ class Metrics(contextlib.AbstractContextManager):
             self._board.close()
 
     def _set_words(self, words: int) -> None:
-        self.words = words
+        self.curve.words = words
         self.bar.update(words - self.bar.n)
 
     def _read(self, lr: float) -> None:
         """Update losses, link and bar; wait for the device."""
+        curve = self.curve
         for line, loss, pairs in [*self._ended, (None, self._loss, self._pairs)]:
-            self._line_loss = loss.read(self._line_loss)
-            self._line_pairs = pairs.read(self._line_pairs)
+            curve.loss = loss.read(curve.loss)
+            curve.pairs = int(pairs.read(curve.pairs))
             if line and pairs.sum:
-                self.epoch_loss = loss.sum / pairs.sum
-                self.append(line | {"loss": self.epoch_loss})
+                curve.last_epoch_loss = loss.sum / pairs.sum
+                self.append(line | {"loss": curve.last_epoch_loss})
         self._ended.clear()
-        if self._line_pairs:
-            self.loss = self._line_loss / self._line_pairs
-        self.seconds = time.monotonic() - self._start
+        if curve.pairs:
+            curve.mean_loss = curve.loss / curve.pairs
+        curve.seconds = time.monotonic() - self._start
         use, before = self._link(), self._logged_link
-        rate = (use.bytes - before.bytes) / max(self._start + self.seconds - self._logged, 1e-9)
+        rate = (use.bytes - before.bytes) / max(curve.seconds - curve.logged_seconds, 1e-9)
         self._link_values = {}
         if rate:
             self._link_values["link_gb_per_s"] = round(rate / 1e9, 3)
-            if self._link_rate:
-                self._link_values["link_share"] = round(rate / self._link_rate, 4)
             self._link_values["link_wait"] = round(use.wait_seconds - before.wait_seconds, 4)
         self.bar.set_postfix_str(self._text(lr), refresh=False)
 
     def _text(self, lr: float) -> str:
-        text = f"loss {self.loss:.4f}  lr {lr:.4g}"
+        text = f"loss {self.curve.mean_loss:.4f}  lr {lr:.4g}"
         if link := self._link_values:
             text += f"  link {link['link_gb_per_s']:.1f} GB/s"
-            if self._link_rate:
-                text += f" ({link['link_share']:.0%} of its peak)"
             text += f", waited for {link['link_wait']:.1f} s"
         return text

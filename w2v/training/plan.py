@@ -42,6 +42,7 @@ KERNELS = {  # as the plan names them
 ENGINES = "resident", "mapped", "staged"  # by what they need of a machine, most first
 FEWEST_STEPS = 100  # of a run that learns anything
 LEAST_OF_GPUS = 16_384  # centers of a step that several GPUs train faster than one
+SHOWN_PHRASES = 3  # examples
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 
 
@@ -385,7 +386,10 @@ def _describe_text(plan: Plan) -> str:
     size = f"{corpus.raw_words:,} words in {len(corpus.offsets) - 1:,} lines"
     kept = f"{plan.words:,} of {plan.vocab.raw_types:,} distinct words kept"
     kept += f" (min_count {plan.config.vocab.min_count})"
-    parts = f"{plan.config.corpus.paths}: {size}", kept, corpus.tokenized, corpus.phrases
+    parts = [f"{plan.config.corpus.paths}: {size}", kept, corpus.tokenized]
+    if plan.config.corpus.phrases:
+        phrases = [word for word in plan.vocab.words if "_" in word]
+        parts.append(", ".join([f"{len(phrases):,} phrases", *phrases[:SHOWN_PHRASES]]))
     return "; ".join(filter(None, parts))
 
 

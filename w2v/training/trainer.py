@@ -29,6 +29,7 @@ from w2v.system.console import RESULTS
 from w2v.system.files import as_json, atomic_write
 from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
+from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import save_timer
 from w2v.training.lockstep import Decision, Lockstep
@@ -111,39 +112,36 @@ class Trainer:
 
     loop: TrainingLoop
     vocab: Vocab
-    raw_words: int  # of one pass over the text, unknown ones included
+    corpus: Corpus
     folder: Path
     held_out: HeldOut | None = None
     signals: Signals = field(default_factory=Signals)
     copy_bytes: int = 0  # CPU memory for copies, to write checkpoints in the background
     ranks: Ranks = SINGLE
-    link_rate: float = 0.0  # bytes/s that the link carries at most; 0 if none is used
     timeline: Timeline = field(default_factory=Timeline)
-    digest: str = ""  # of the text's ids; a checkpoint of another text is refused
-    held_items: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [Q, 2]
 
     def __post_init__(self) -> None:
         self.config = self.loop.config
         self._step = self.loop.step
-        self._total_words = self.raw_words * self.config.train.epochs
+        self._total_words = self.corpus.raw_words * self.config.train.epochs
         self._text_facts = {
-            "raw_words": self.raw_words,
+            "raw_words": self.corpus.raw_words,
             "vocabulary": self.vocab.fingerprint,
-            "digest": self.digest,
+            "digest": self.corpus.digest,
         }
         self.ranks.require_equal(self._text_facts)
         folder = self.folder / "checkpoints"
         self.checkpoints = Checkpoints(folder, self._step.tables, self.copy_bytes, self.ranks)
         self._save_timer = save_timer.SaveTimer(self.config.run.checkpoint_minutes)
         self._lockstep = Lockstep(self.ranks, self._vote)
-        self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
         self._final: dict[str, Any] = {}  # state of the last checkpoint
 
     def __enter__(self) -> Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
         curve = self._resume()
-        if self.ranks.rank == 0 and len(self.held_items):
-            lines = ("\t".join(self.vocab.words[row] for row in pair) for pair in self.held_items)
+        items_Q2 = self.corpus.held_items
+        if self.ranks.rank == 0 and len(items_Q2):
+            lines = ("\t".join(self.vocab.words[row] for row in pair) for pair in items_Q2)
             atomic_write(self.folder / ITEMS, "\n".join([*lines, ""]))
         file = None
         if self.ranks.rank == 0:
@@ -154,10 +152,9 @@ class Trainer:
             self.config.run.log_seconds,
             tensorboard=self.config.run.tensorboard,
             link=self._link_use,
-            link_rate=self.link_rate,
             saved=curve,
         )
-        self._seconds_before = self.metrics.seconds
+        self._words_before = self.metrics.curve.words  # when the run was resumed
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -172,7 +169,7 @@ class Trainer:
                 # All ranks make equally many steps: one whose text is over gets empty batches.
                 batches = self._lockstep.batches(sampler.epoch(), sampler.empty_batch(epoch))
                 for done in self.loop.epoch(batches):
-                    words = round(self.loop.epochs_done * self.raw_words)
+                    words = round(self.loop.epochs_done * self.corpus.raw_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
                         self._check()
@@ -187,7 +184,7 @@ class Trainer:
                         self._save(done.batch.after)
                 # Between two epochs. Of the last words, subsampling may have kept none for a batch.
                 self.loop.epochs_done = epoch + 1.0
-                self.metrics.end_epoch(epoch + 1, self.raw_words * (epoch + 1))
+                self.metrics.end_epoch(epoch + 1, self.corpus.raw_words * (epoch + 1))
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
                     # The clock of rank 0 decides for all ranks.
@@ -240,10 +237,10 @@ class Trainer:
         host = sum(table.bytes for table in self._step.tables if table.storage != "cuda")
         memory = self.ranks.all_gather((host, self._step.peak_gpu_bytes))
         return {
-            "loss": self.metrics.epoch_loss,
+            "loss": self.metrics.curve.last_epoch_loss,
             "held_out_loss": self._held_out_loss(),
-            "words": self.metrics.words,
-            "seconds": self.metrics.seconds,
+            "words": self.metrics.curve.words,
+            "seconds": self.metrics.curve.seconds,
             "bytes_host": sum(host for host, _ in memory),
             "bytes_gpu": sum(gpu for _, gpu in memory),
         }
@@ -271,7 +268,7 @@ class Trainer:
         return f"{remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
 
     def _stop(self, position: Position, status: int) -> None:
-        step = self.metrics.step
+        step = self.metrics.curve.step
         log.info(f"stopping at step {step:,} after a checkpoint; a second signal ends it at once")
         self._step.engine.flush()
         self.checkpoints.save(self._state(position), copied=False)
@@ -294,8 +291,8 @@ class Trainer:
             return
         self._step.flush()
         with self.timeline.phase("scoring"), self.metrics.paused():
-            scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.words}
-            scores["seconds"] = round(self.metrics.seconds, 3)
+            scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.curve.words}
+            scores["seconds"] = round(self.metrics.curve.seconds, 3)
             if self.config.run.score_epochs:
                 scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
@@ -307,29 +304,28 @@ class Trainer:
 
     def _summarize(self) -> None:
         """Log throughput, loss and transfers of the run."""
-        seconds = self.metrics.seconds
+        seconds = self.metrics.curve.seconds
         rate = self._total_words / seconds / 1e6
         log.info(
             f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, "
-            f"loss {self.metrics.epoch_loss:.4f} in the last epoch"
+            f"loss {self.metrics.curve.last_epoch_loss:.4f} in the last epoch"
         )
         untrained = self._untrained_loss()
-        if math.isnan(self.metrics.loss):
+        if math.isnan(self.metrics.curve.mean_loss):
             log.warning("no word had another beside it: there was nothing to train on")
-        elif self.metrics.loss > untrained:
+        elif self.metrics.curve.mean_loss > untrained:
             log.warning(
                 f"the loss is above that of untrained vectors, {untrained:.4f}; "
                 f"lower optimizer.lr={self.config.optimizer.lr:g}"
             )
-        if self.ranks.size > 1:
-            for rank, sent in enumerate(self.ranks.all_gather(self._rank_traffic())):
-                log.info(f"rank {rank}    {sent}")
-        used, read, written, updated = self._final["rows"]
+        counts = [*self._step.engine.stats, int(self._step.state.rows_updated)]
+        used, read, written, updated = np.sum(self.ranks.all_gather(counts), axis=0)
         if used:
+            words = self._total_words - self._words_before
             log.info(
                 f"rows moved over the link: {read:,} read ({read / used:.1%} of those used) and "
-                f"{written:,} written; {read / self._total_words:.3f} reads a word, and "
-                f"{updated / self._total_words:.3f} without a cache"
+                f"{written:,} written; {read / words:.3f} reads a word, and "
+                f"{updated / words:.3f} without a cache"
             )
 
     # Statistics.
@@ -345,21 +341,6 @@ class Trainer:
             targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
         return math.log(2) * targets
 
-    def _rank_traffic(self) -> str:
-        """Format this rank's bytes/s over its link and to other ranks."""
-        seconds = max(self.metrics.seconds - self._seconds_before, 1e-9)
-        link = self._link_use().bytes / seconds
-        sent = self._step.exchange.bytes_sent / seconds
-        share = ""
-        if self.link_rate:
-            share = f"{link / 1e9:.1f} GB/s over its link ({link / self.link_rate:.0%}), "
-        return f"{share}{sent / 1e9:.3g} GB/s sent to the others"
-
-    def _row_counts(self) -> list[int]:
-        """Return rows used, read, written and updated, resumed runs included."""
-        counts = [*self._step.engine.stats, int(self._step.state.rows_updated)]
-        return [before + count for before, count in zip(self._rows_before, counts, strict=True)]
-
     def _link_use(self) -> LinkUse:
         """Return the bytes that have crossed the link, and the waits."""
         _, read, written = self._step.engine.stats
@@ -369,29 +350,20 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """Return the share of correct analogies, on rank 0; 0 on the others."""
-        weights_ND = self._scored_vectors(self._first_blocks())
+        weights_ND = self._scored_vectors()
         with self.ranks.reraise():
             if self.ranks.rank:
                 return 0.0
             words = self.vocab.words[: len(weights_ND)]
             return evaluate.Scorer(words, weights_ND).analogies().total.accuracy
 
-    @property
-    def _scored(self) -> int:
-        return min(RESTRICT_VOCAB, len(self.vocab.words))
-
-    def _first_blocks(self) -> list[np.ndarray]:
-        """Gather the vectors of several ranks that are scored on rank 0."""
-        if self.ranks.size == 1:
-            return []
-        inputs = self._step.inputs["weight"]
-        return list(export.in_order(inputs, self.ranks, self._scored))
-
-    def _scored_vectors(self, blocks: list[np.ndarray]) -> Tensor:
+    def _scored_vectors(self) -> Tensor:
         """Return the vectors of the words that are scored, on rank 0: [N, D]."""
         inputs, device = self._step.inputs, self._step.state.device
+        words = min(RESTRICT_VOCAB, len(self.vocab.words))
         if self.ranks.size == 1:
-            return inputs["weight"][: self._scored].to(device)
+            return inputs["weight"][:words].to(device)
+        blocks = list(export.in_order(inputs["weight"], self.ranks, words))
         if not blocks:
             return torch.empty(0, inputs.dim, device=device)
         return torch.from_numpy(np.concatenate(blocks)).to(device)
@@ -419,18 +391,16 @@ class Trainer:
     def _write_vectors(self, results: dict[str, Any]) -> None:
         """Write vectors, words and scores on rank 0."""
         inputs = self._step.inputs
-        first_blocks = self._first_blocks()
-        weights_ND = self._scored_vectors(first_blocks)
-        first = self._scored if self.ranks.size > 1 else 0  # each row is gathered once
-        others = export.in_order(inputs["weight"], self.ranks, len(self.vocab.words), first)
-        blocks, composed = chain(first_blocks, others), None
+        weights_ND = self._scored_vectors()
+        words = self.vocab.words
+        blocks = export.in_order(inputs["weight"], self.ranks, len(words))
+        composed = None
         if subwords := self._step.subwords:
             composed = Composed.of(subwords, self._step.table, self.config, self.ranks)
         with self.ranks.reraise():
             if self.ranks.rank:  # sends this rank's rows, block by block
                 deque(chain(blocks, composed.blocks if composed else ()), 0)
                 return
-            words = self.vocab.words
             with ThreadPoolExecutor(1) as threads:
                 items = read_items(self.folder)
                 scored = words[: len(weights_ND)]
@@ -484,13 +454,11 @@ class Trainer:
         """Return the state for a checkpoint, besides the tables."""
         self._check()  # numbers that are not finite are not saved
         curve = self.metrics.state(self.loop.lr)
-        rows = self.ranks.all_gather(self._row_counts())
         return {
             "step": curve.step,
             "samplers": self.ranks.all_gather(self.loop.sampler.state_dict(position)),
             "epochs_done": self.loop.epochs_done,
             "metrics": asdict(curve),
-            "rows": np.sum(rows, axis=0).tolist(),  # of all ranks
             "text": self._text_facts,
             "config": flat_config(self.config),
         }
@@ -509,7 +477,6 @@ class Trainer:
                     f"corpus.path={self.config.corpus.paths} is now; restore that text"
                 )
             step = operator.index(state["step"])
-            rows = [operator.index(count) for count in state["rows"]]
             epochs_done = float(state["epochs_done"])
             curve = Curve.of(state["metrics"])
             self.loop.sampler.load_state_dict(state["samplers"])
@@ -519,8 +486,6 @@ class Trainer:
         saved.load(self._step.tables, self.ranks)
         self.loop.epochs_done = epochs_done
         self._step.state.step = step
-        if self.ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
-            self._rows_before = rows
         more = ""
         if epochs_done >= epochs:
             more = "; more train.epochs would train on"

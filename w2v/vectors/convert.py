@@ -1,4 +1,4 @@
-"""Write vectors for other programs, and search an index of them.
+"""Write vectors for other programs.
 
 Row r of an array is that of line r of vectors.words.txt, from 0. Shapes: V words, D dimensions.
 """
@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from w2v.system.files import apply_umask, refused
-from w2v.vectors import manifest
+from w2v.system.files import apply_umask
 from w2v.vectors.manifest import FILES, VectorsError
 
 UNKNOWN = "[UNK]"
@@ -83,27 +82,3 @@ def _write_static(words: Sequence[str], vectors_VD: np.ndarray, folder: Path) ->
     (folder / "modules.json").write_text(json.dumps([module]))
     (part / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
     _save_tensor("embedding.weight", weights_VD, part / "model.safetensors")
-
-
-def open_index(folder: Path, vectors_VD: np.ndarray) -> Any:
-    """Return the index in a folder; None if there is none of these vectors.
-
-    Raises `VectorsError` if it is damaged.
-    """
-    try:
-        usearch = import_module("usearch.index")
-    except ImportError:
-        return None
-    file = folder / FILES["index"]
-    if not file.is_file():
-        return None
-    _, sums = manifest.read(folder)
-    manifest.check(folder, {file.name} & sums.keys(), sums)  # usearch may crash at damage
-    with refused(VectorsError, f"{file} cannot be read", "export it again, or remove it"):
-        index = usearch.Index.restore(str(file), view=True)
-    if not index or len(index) != len(vectors_VD):
-        return None
-    rows = np.linspace(0, len(index) - 1, 8).astype(int)
-    # It holds them in fewer bits.
-    is_same = np.allclose(np.array(index.get(rows)), vectors_VD[rows], rtol=0.05, atol=0.02)
-    return index if is_same else None

@@ -38,7 +38,7 @@ from w2v.word2vec.batch import (
 )
 from w2v.word2vec.cpu_loops import padded
 from w2v.word2vec.kernels import Kernels
-from w2v.word2vec.reference import ReferenceKernels
+from w2v.word2vec.reference import ReferenceKernels, expand, mark_pairs
 
 DRAWING_THREADS = 4  # more take as long to start, and delay the steps
 NOTHING = torch.zeros(())  # loss and pairs before there are any
@@ -238,11 +238,8 @@ class CpuKernels(Kernels):
         return torch.from_numpy(mixed[0]), torch.from_numpy(mixed[1])
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        tree = batch.objective.tree
-        text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
-        drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
-        path = tuple(part.numpy() for part in tree[:2]) if tree else NO_PATH[:2]
-        cpu_loops.mark(text, drawn, path, marks_A.numpy())
+        # Only for rows of several ranks, whose exchange takes far longer.
+        marks_A |= mark_pairs(expand(batch), len(marks_A))
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""

@@ -742,29 +742,6 @@ def step_rows(
 
 
 @compiled
-def mark(text, drawn, path, marks_A):
-    """Set the marks of the rows that a batch touches."""
-    words_n, sentences_n, first = text
-    windows_B, negatives_BK = drawn
-    begin_V, nodes_P = path
-    for center in range(len(windows_B)):
-        at = first + center
-        left, right = _window(sentences_n, at, windows_B[center])
-        if right - left < 2:
-            continue
-        for c in range(left, right):
-            if c != at:
-                marks_A[2 * words_n[c]] = True
-        if negatives_BK.shape[1]:
-            marks_A[2 * words_n[at] + 1] = True
-        for k in range(negatives_BK.shape[1]):
-            marks_A[2 * negatives_BK[center, k] + 1] = True
-        if len(begin_V):
-            for p in range(begin_V[words_n[at]], begin_V[words_n[at] + 1]):
-                marks_A[2 * nodes_P[p] + 1] = True
-
-
-@compiled
 def add_received(begin, end, owners, ids_M, grad_MD, pairs_M, unique):
     """Add the gradients [begin, end) of other ranks to a thread's unique rows."""
     unique = UniqueRows(*unique)

@@ -279,12 +279,12 @@ FIRST = 1 << FAULT_BITS  # step 1
     [
         # A loss stops all ranks before they write, rows of a rank stop all at the next step.
         (torch.nan, (0, 0), [[FIRST + 1] * 3] * 2, [False] * 3),
-        (0.5, (0, 4), [[0, FIRST + 4, FIRST + 4], [FIRST + 4] * 3], [True, False, False]),
+        (0.5, (0, 2), [[0, FIRST + 2, FIRST + 2], [FIRST + 2] * 3], [True, False, False]),
         # Faults of two ranks in one step are joined.
         (
             0.5,
-            (2, 4),
-            [[FIRST + 2, FIRST + 6, FIRST + 6], [FIRST + 4, FIRST + 6, FIRST + 6]],
+            (1, 2),
+            [[FIRST + 1, FIRST + 3, FIRST + 3], [FIRST + 2, FIRST + 3, FIRST + 3]],
             [True, False, False],
         ),
     ],

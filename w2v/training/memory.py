@@ -206,7 +206,6 @@ class Plan:
             device=self.device,
             count_pairs=self.optimizer.occurrence_cap > 0,
             world_size=self.ranks.size,
-            outputs_end=2 * self.ranks.shard_rows(self.vectors),
         )
 
     @property

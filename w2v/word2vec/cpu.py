@@ -325,12 +325,12 @@ class CpuKernels(Kernels):
             summed = grads._replace(rows=rows)
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        arguments = step_arguments(update, view, rows, self.shape)
+        arguments = step_arguments(update, view, rows)
 
-        def step_owned(owner: int) -> int:
+        def step_owned(owner: int) -> bool:
             return cpu_loops.step_owned(owner, (2 * owner, 2 * owner + 2), rows.listing, arguments)
 
-        note_faults(state, self.threads.run(step_owned))
+        note_fault(state, 2, all(self.threads.run(step_owned)))
 
 
 def _draw_share(arguments: tuple, centers: int, threads: int, thread: int) -> None:
@@ -365,15 +365,7 @@ def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
         state.mark_fault(bit, torch.tensor(False))
 
 
-def note_faults(state: StepState, faults: Sequence[int]) -> None:
-    """Record the faults of rows that `step_rows` has returned."""
-    for number in range(2):
-        note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
-
-
-def step_arguments(
-    update: Update, view: View, grads: ThreadGrads, shape: StepShape
-) -> tuple[Any, ...]:
+def step_arguments(update: Update, view: View, grads: ThreadGrads) -> tuple[Any, ...]:
     """Count a step; return the last arguments of `cpu_loops.step_rows`."""
     optimizer, table, lr = update
     step, step_column = optimizer.count_step(table)
@@ -385,5 +377,5 @@ def step_arguments(
     threads = len(grads.of_thread)
     spare = (torch.empty(threads, width, dtype=torch.float32).numpy() for width in widths)
     given = grads.gradients(count_pairs=cap > 0), (*spare, grads.dim), formula
-    row = optimizer.state_count, records_SR, step_column, constants, cap, shape.outputs_end
+    row = optimizer.state_count, records_SR, step_column, constants, cap
     return *given, *row

@@ -331,11 +331,7 @@ class ReferenceKernels(Kernels):
         records_UR = table.decode(before_UR.clone())
         optimizer.step_rows(table, records_UR, grads.rows.grad_UD, grads.rows.pairs_U, lr)
         after_UR = table.encode(rows_U, records_UR)
-        is_output_U = (rows_U % 2 == 1) & (rows_U < self.shape.outputs_end)
-        for number in range(2):
-            of_others_U1 = (is_output_U != bool(number))[:, None]
-            is_sound = all_finite(after_UR.masked_fill(of_others_U1, 0))
-            state.mark_fault(2 << number, is_sound)
+        state.mark_fault(2, all_finite(after_UR))
         # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
         kept_UR = torch.where(state.fault == 0, after_UR, before_UR)
         view.records_SR.index_copy_(0, slots_U, kept_UR)

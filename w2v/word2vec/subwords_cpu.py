@@ -17,7 +17,7 @@ import numpy as np
 from w2v.rows.ops import View
 from w2v.system import simd
 from w2v.word2vec.batch import Batch, Grads, StepState, Update
-from w2v.word2vec.cpu import CpuKernels, ThreadGrads, note_fault, note_faults, step_arguments
+from w2v.word2vec.cpu import CpuKernels, ThreadGrads, note_fault, step_arguments
 from w2v.word2vec.cpu_loops import (
     PREFETCH_ROWS,
     ROWS_PER_OWNER,
@@ -81,16 +81,16 @@ class CpuSubwordKernels(SubwordKernels):
             return
         words_W, rows = grads.rows  # type: ignore[misc]
         threads, (bags, place_V) = self.inner.threads, self._memory
-        arguments = step_arguments(update, view, rows, self.shape)
+        arguments = step_arguments(update, view, rows)
         place_V[words_W] = -1
 
-        def step_output_rows(owner: int) -> int:
+        def step_output_rows(owner: int) -> bool:
             return step_outputs(owner, rows.listing, place_V, arguments)
 
-        faults = threads.run(step_output_rows)
+        are_sound = threads.run(step_output_rows)
         words_W = words_W[place_V[words_W] >= 0]
 
-        def step_rows_of_words(owner: int) -> int:
+        def step_rows_of_words(owner: int) -> bool:
             begin_V, _ = bags[owner]
             count = int((begin_V[words_W + 1] - begin_V[words_W]).sum())
             rows_1N, places_1N = np.empty((2, 1, count), np.int32)
@@ -100,7 +100,8 @@ class CpuSubwordKernels(SubwordKernels):
             listing = found, 0, rows.listing[2], np.empty((3, count + 1), np.int32)
             return step_owned(owner, (0, 1), listing, arguments)
 
-        note_faults(state, faults + threads.run(step_rows_of_words))
+        are_sound += threads.run(step_rows_of_words)
+        note_fault(state, 2, all(are_sound))
 
 
 @compiled

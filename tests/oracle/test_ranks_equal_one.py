@@ -29,6 +29,7 @@ from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.rows.group import RowGroup
 from w2v.rows.optim import FUSED_BETAS, optimizer_name
 from w2v.rows.table import Table
+from w2v.word2vec import cpu
 from w2v.word2vec.batch import FAULT_BITS, SKIPGRAM, Batch, Objective, StepShape
 from w2v.word2vec.exchange import BatchRows
 from w2v.word2vec.huffman import make_tree
@@ -325,7 +326,8 @@ def rows_of_ranks(kernels, batch, seed):
     "kernels, device", [("cpu", "cpu"), pytest.param("cuda", "cuda", marks=GPU)]
 )
 @pytest.mark.parametrize("size, dim", [(1, 48), (2, 33), (7, 128), (300, 1)])
-def test_shard_kernels_equal_the_reference(size, dim, kernels, device):
+def test_shard_kernels_equal_the_reference(size, dim, kernels, device, monkeypatch):
+    monkeypatch.setattr(cpu, "MARKED_AT_ONCE", 300)  # fewer than the centers
     for seed in range(2):
         batch, _ = problem(seed, 300, 3, 5, 2000)
         batch = moved(batch._replace(objective=Objective(tree=make_tree(range(1, 2001)))), device)

@@ -40,6 +40,7 @@ from w2v.word2vec.cpu_loops import padded
 from w2v.word2vec.kernels import Kernels
 from w2v.word2vec.reference import ReferenceKernels, expand, mark_pairs
 
+MARKED_AT_ONCE = 1 << 20  # centers times their window
 DRAWING_THREADS = 4  # more take as long to start, and delay the steps
 NOTHING = torch.zeros(())  # loss and pairs before there are any
 NO_PLACE = np.zeros(0, np.int32)  # of rows that are not borrowed
@@ -238,8 +239,15 @@ class CpuKernels(Kernels):
         return torch.from_numpy(mixed[0]), torch.from_numpy(mixed[1])
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        # Only for rows of several ranks, whose exchange takes far longer.
-        marks_A |= mark_pairs(expand(batch), len(marks_A))
+        # In parts, as wide windows take memory. Called for several ranks, and subwords in torch.
+        at_once = max(1, MARKED_AT_ONCE // batch.window)
+        for begin in range(0, len(batch.windows_B), at_once):
+            part = batch._replace(
+                first=batch.first + begin,
+                windows_B=batch.windows_B[begin : begin + at_once],
+                negatives_BK=batch.negatives_BK[begin : begin + at_once],
+            )
+            marks_A |= mark_pairs(expand(part), len(marks_A))
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""

@@ -19,7 +19,7 @@ from w2v.rows.cache import RowCache
 from w2v.rows.moves import AGE, HIGHEST_LIMIT, GpuPlanner, TorchPlanner, WantedRows
 from w2v.rows.table import Table
 from w2v.word2vec.batch import Lookahead
-from w2v.word2vec.reference import ReferenceKernels
+from w2v.word2vec.reference import ReferenceKernels, zero_grads
 
 ROWS, DIM = 24, 3
 STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "2000"))
@@ -57,7 +57,7 @@ class WholeNumberKernels(ReferenceKernels):
         marks_A[batch.rows.to(marks_A.device)] = True
 
     def unique_rows(self, batch):
-        return self._zero_grads(self.marks(batch))
+        return zero_grads(self.marks(batch), self.shape)
 
     def gradients(self, batch, view, grads, lr):
         rows = grads.rows

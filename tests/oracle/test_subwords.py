@@ -25,7 +25,7 @@ from w2v.vectors import export
 from w2v.word2vec.batch import Objective
 from w2v.word2vec.cpu_loops import ROWS_PER_OWNER
 from w2v.word2vec.subwords import Subwords
-from w2v.word2vec.subwords_cpu import list_words, owned_bags
+from w2v.word2vec.subwords_cpu import list_rows, owned_bags
 
 BUCKETS, LENGTHS = 37, (2, 3)
 WEIGHTED = Objective(weighted=5)
@@ -240,22 +240,19 @@ def test_marks_are_those_of_the_unique_rows():
 @pytest.mark.parametrize("owners", [1, 3])
 def test_owners_list_each_row_with_its_words(owners):
     subwords = Subwords.of(words_of(400), (1, 5, 3000), vectors=700)
-    words_W = np.array([0, 5, 6, 77, 399])
-    counts_A, found = np.zeros(subwords.rows, np.int32), []
+    words_W, place_V = np.array([0, 5, 6, 77, 399]), 2 * np.arange(400, dtype=np.int32)
+    found = []
     for owner in range(owners):
         bags = owned_bags(owner, owners, subwords)
-        lists = np.zeros((3, len(bags[1]) + 1), np.int32)
-        count = list_words((owner, owners, subwords.first), words_W, bags, counts_A, lists)
-        rows_U, begin_U, words_M = lists
-        assert np.array_equal(rows_U[:count], np.unique(rows_U[:count]))
-        assert (rows_U[:count] // ROWS_PER_OWNER % owners == owner).all()
-        for u in range(count):
-            words = words_M[begin_U[u] : begin_U[u + 1]]
-            found += [(word, rows_U[u]) for word in words.tolist()]
+        rows_1N, places_1N = np.full((2, 1, len(bags[1])), -1, np.int32)
+        list_rows(words_W, bags, place_V, rows_1N, places_1N)
+        is_listed_N = places_1N[0] >= 0
+        rows_n = rows_1N[0, is_listed_N]
+        assert (rows_n // ROWS_PER_OWNER % owners == owner).all()
+        found += zip((places_1N[0, is_listed_N] // 2).tolist(), rows_n.tolist(), strict=True)
     rows_N, place_N = subwords.rows_of(torch.from_numpy(words_W))
     expected = zip(words_W[place_N].tolist(), rows_N.tolist(), strict=True)
     assert sorted(found) == sorted(expected)
-    assert not counts_A.any()
 
 
 @pytest.mark.gpu

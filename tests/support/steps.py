@@ -82,7 +82,7 @@ def make_subword_step(config, subwords, dim, kernels="reference", ranks=SINGLE, 
     vectors = subwords.vectors + -(-subwords.rows // 2)
     step = make_step(config, vectors, dim, kernels, ranks=ranks, **how)
     kinds = {CpuKernels: CpuSubwordKernels, CudaKernels: CudaSubwordKernels}
-    if ranks.size > 1:
+    if ranks.size > 1 or not step.optimizer.formula:
         del kinds[CpuKernels]
     kind = kinds.get(type(step.kernels), SubwordKernels)
     count_pairs = config.occurrence_cap > 0
@@ -208,9 +208,7 @@ def moved(batch, device):
 def sorted_grads(grads):
     """Return a table's unique rows, sorted, their gradients and pairs."""
     if isinstance(grads, ThreadGrads):
-        rows_U, grad_UD, pairs_U = grads.merge(Threads(len(grads.of_thread)))
-        rows_U, order_U = rows_U.sort()
-        return rows_U, grad_UD[order_U], pairs_U[order_U].long()
+        grads = grads.merge(Threads(len(grads.of_thread)))
     count = len(grads.rows_U) if grads.row_count is None else int(grads.row_count)
     assert not grads.grad_UD[count:].any()
     rows_U, order_U = grads.rows_U[:count].long().sort()

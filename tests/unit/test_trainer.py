@@ -103,7 +103,7 @@ def test_divergence_names_step_learning_rate_and_remedy(name, kernels, device, r
         assert part in message
 
 
-@each_case("bits", range(1, 8))
+@each_case("bits", range(1, 4))
 def test_divergence_names_all_parts_that_are_not_finite(bits):
     loop = make_loop()
     next(loop.epoch())
@@ -112,7 +112,7 @@ def test_divergence_names_all_parts_that_are_not_finite(bits):
     with pytest.raises(Diverged) as raised:
         loop.check_finite(str)
     assert [part in str(raised.value) for part in FAULTS] == [
-        bool(bits >> bit & 1) for bit in range(3)
+        bool(bits >> bit & 1) for bit in range(2)
     ]
 
 

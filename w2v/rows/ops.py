@@ -339,7 +339,6 @@ def _step_of_one_table(
         # A fault would be the sum of this step and a bit, both 0.
         fault=fault,
         bit=0,
-        outputs_end=0,
         done=None,
         loss=torch.zeros((), dtype=torch.float64, device=device),
         this_step=0,

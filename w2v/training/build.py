@@ -194,7 +194,7 @@ def make_kernels(plan: Plan) -> Kernels:
         return kernels
     if plan.kernels == "cuda" and plan.optimizer.formula:
         return CudaSubwordKernels(kernels, subwords, plan.shape)
-    if plan.kernels == "cpu" and plan.ranks.size == 1:
+    if plan.kernels == "cpu" and plan.optimizer.formula and plan.ranks.size == 1:
         from w2v.word2vec.subwords_cpu import CpuSubwordKernels  # as above
 
         return CpuSubwordKernels(kernels, subwords, plan.shape)

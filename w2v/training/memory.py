@@ -206,7 +206,6 @@ class Plan:
             device=self.device,
             count_pairs=self.optimizer.occurrence_cap > 0,
             world_size=self.ranks.size,
-            outputs_end=2 * self.ranks.shard_rows(self.vectors),
         )
 
     @property
@@ -465,7 +464,7 @@ class Plan:
             found += 8 * centers * (2 * window + 1 + model.negative + depth) * dim
         elif self.kernels == "cpu":  # an index of each row, and gradients, of each thread
             threads = self.threads
-            found += 4 * self.shape.rows * (threads + 1 + bool(self.subwords))
+            found += 4 * self.shape.rows * (threads + 1)
             # Several ranks send and receive weights and gradients, and sum these again.
             arrays = 2 + 4 * (self.ranks.size > 1)
             found += arrays * gradient * threads * sum(self.touched(-(-centers // threads)))

@@ -20,7 +20,7 @@ from w2v.rows.optim import RowOptimizer
 from w2v.rows.table import Table
 
 # What can stop being finite, as bits of a fault. The first fault stops all further writes.
-FAULTS = ("the loss", "input vectors", "output vectors")
+FAULTS = ("the loss", "vectors")
 FAULT_BITS = len(FAULTS)
 # `reference.draw` and `reference.subsample`
 Draw = Callable[
@@ -236,7 +236,6 @@ class StepShape(NamedTuple):
     device: torch.device
     count_pairs: bool = False  # whether to count the pairs of each row, for a cap on occurrences
     world_size: int = 1
-    outputs_end: int = 1 << 62  # rows of this rank from here on are subwords: input vectors
 
     @property
     def rows(self) -> int:

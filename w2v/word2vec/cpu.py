@@ -38,8 +38,9 @@ from w2v.word2vec.batch import (
 )
 from w2v.word2vec.cpu_loops import padded
 from w2v.word2vec.kernels import Kernels
-from w2v.word2vec.reference import ReferenceKernels
+from w2v.word2vec.reference import ReferenceKernels, expand, mark_pairs
 
+MARKED_AT_ONCE = 1 << 20  # centers times their window
 DRAWING_THREADS = 4  # more take as long to start, and delay the steps
 NOTHING = torch.zeros(())  # loss and pairs before there are any
 NO_PLACE = np.zeros(0, np.int32)  # of rows that are not borrowed
@@ -147,20 +148,20 @@ class ThreadGrads:
         start, count = cpu_loops.sum_owned(parts, self.listing, grads)
         return self.listing[3][:2, start : start + count]
 
-    def merge(self, threads: Threads) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sorted rows, their gradients summed over all threads, and pairs."""
+    def merge(self, threads: Threads) -> RowGrads:
+        """Return the rows, sorted, with sums over all threads."""
         found_2U = np.concatenate(threads.run(self.sum_owned), axis=1)
-        found_2U = found_2U[:, found_2U[0].argsort()]
-        rows_U, places_U = torch.from_numpy(found_2U).long()
+        rows_U, places_U = torch.from_numpy(found_2U[:, found_2U[0].argsort()])
         grad_NP, pairs_N = map(torch.from_numpy, self.gradients(True))
         grad_UD = grad_NP.index_select(0, places_U)[:, : self.dim]
-        return rows_U, grad_UD, pairs_N.index_select(0, places_U)
+        return RowGrads(None, rows_U, grad_UD, pairs_N.index_select(0, places_U), None)
 
 
 class CpuKernels(Kernels):
     """The operations of `w2v.word2vec.kernels.Kernels` by numba.
 
-    Until rows are stepped, `Grads` have `ThreadGrads` in place of `RowGrads`.
+    Until rows are stepped, `Grads` have `ThreadGrads` in place of `RowGrads`, but for rows that are
+    borrowed from other ranks or composed in torch.
     """
 
     plans_rows = False
@@ -238,11 +239,15 @@ class CpuKernels(Kernels):
         return torch.from_numpy(mixed[0]), torch.from_numpy(mixed[1])
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
-        tree = batch.objective.tree
-        text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
-        drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
-        path = tuple(part.numpy() for part in tree[:2]) if tree else NO_PATH[:2]
-        cpu_loops.mark(text, drawn, path, marks_A.numpy())
+        # In parts, as wide windows take memory. Called for several ranks, and subwords in torch.
+        at_once = max(1, MARKED_AT_ONCE // batch.window)
+        for begin in range(0, len(batch.windows_B), at_once):
+            part = batch._replace(
+                first=batch.first + begin,
+                windows_B=batch.windows_B[begin : begin + at_once],
+                negatives_BK=batch.negatives_BK[begin : begin + at_once],
+            )
+            marks_A |= mark_pairs(expand(part), len(marks_A))
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""
@@ -267,7 +272,10 @@ class CpuKernels(Kernels):
         most = AT_ONCE if tree else min(targets, AT_ONCE)
         place_A, is_borrowed = NO_PLACE, view.slot_of_A is not None
         if view.slot_of_A is not None:
-            place_A, grads = view.slot_of_A.numpy(), self.unique_rows(batch)
+            place_A = view.slot_of_A.numpy()
+        given = rows = grads.rows
+        if isinstance(given, RowGrads):
+            rows = self.unique_rows(batch).rows
         kernel = cpu_loops.compile_gradients(most, in_place, cbow, is_borrowed)
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
         weight_d = batch.objective.weights(batch.window) * (lr if in_place else 1)
@@ -283,18 +291,20 @@ class CpuKernels(Kernels):
         shares_nL[:, :2] = [share(n, threads.count, centers) for n in range(threads.count)]
 
         def run_share(thread: int) -> tuple[float, int]:
-            unique = grads.rows.of_thread[0 if in_place else thread]
+            unique = rows.of_thread[0 if in_place else thread]
             return kernel(thread, shares_nL, arrays, buffers[thread], unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.
         loss, count = (torch.from_numpy(np.array(sum(parts))) for parts in (losses, pairs))
-        rows = grads.rows
-        if is_borrowed:
-            _, grad_UD, pairs_U = rows.merge(self.threads)
-            counted_U = pairs_U if self.shape.count_pairs else None
-            rows = RowGrads(view.slot_of_A, None, grad_UD.contiguous(), counted_U, None)
-        return Grads(rows, loss, count)
+        if isinstance(given, RowGrads):
+            assert given.index_A is not None, "rows of a batch"
+            found_U, grad_UD, pairs_U = rows.merge(self.threads)[1:4]
+            at_U = (found_U if is_borrowed else given.index_A[found_U]).long()
+            given.grad_UD.index_copy_(0, at_U, grad_UD)
+            if given.pairs_U is not None:
+                given.pairs_U.index_copy_(0, at_U, pairs_U)
+        return Grads(given, loss, count)
 
     def sum_by_row(self, requested: RoutedLookUp, grad_MD: Tensor, pairs_M: Tensor | None) -> Any:
         shape, threads = self.shape, self.threads.count
@@ -316,19 +326,19 @@ class CpuKernels(Kernels):
         note_fault(state, 1, math.isfinite(grads.loss))
         if state.fault:
             return
+        rows = grads.rows
         if not update.optimizer.formula:  # only the torch.optim class has it
-            rows_U, grad_UD, pairs_U = grads.rows.merge(self.threads)
-            merged = RowGrads(None, rows_U.int(), grad_UD, pairs_U, None)
-            summed = grads._replace(rows=merged)
+            if isinstance(rows, ThreadGrads):
+                rows = rows.merge(self.threads)
+            summed = grads._replace(rows=rows)
             ReferenceKernels(self.shape).optimizer_step(update, view, summed, state)
             return
-        listing = grads.rows.listing
-        arguments = step_arguments(update, view, grads.rows, self.shape)
+        arguments = step_arguments(update, view, rows)
 
-        def step_owned(owner: int) -> int:
-            return cpu_loops.step_owned(owner, (2 * owner, 2 * owner + 2), listing, arguments)
+        def step_owned(owner: int) -> bool:
+            return cpu_loops.step_owned(owner, (2 * owner, 2 * owner + 2), rows.listing, arguments)
 
-        note_faults(state, self.threads.run(step_owned))
+        note_fault(state, 2, all(self.threads.run(step_owned)))
 
 
 def _draw_share(arguments: tuple, centers: int, threads: int, thread: int) -> None:
@@ -363,15 +373,7 @@ def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
         state.mark_fault(bit, torch.tensor(False))
 
 
-def note_faults(state: StepState, faults: Sequence[int]) -> None:
-    """Record the faults of rows that `step_rows` has returned."""
-    for number in range(2):
-        note_fault(state, 2 << number, not any(fault >> number & 1 for fault in faults))
-
-
-def step_arguments(
-    update: Update, view: View, grads: ThreadGrads, shape: StepShape
-) -> tuple[Any, ...]:
+def step_arguments(update: Update, view: View, grads: ThreadGrads) -> tuple[Any, ...]:
     """Count a step; return the last arguments of `cpu_loops.step_rows`."""
     optimizer, table, lr = update
     step, step_column = optimizer.count_step(table)
@@ -383,5 +385,5 @@ def step_arguments(
     threads = len(grads.of_thread)
     spare = (torch.empty(threads, width, dtype=torch.float32).numpy() for width in widths)
     given = grads.gradients(count_pairs=cap > 0), (*spare, grads.dim), formula
-    row = optimizer.state_count, records_SR, step_column, constants, cap, shape.outputs_end
+    row = optimizer.state_count, records_SR, step_column, constants, cap
     return *given, *row

@@ -693,15 +693,12 @@ def step_owned(owner, parts, listing, arguments):
 
 
 @compiled
-def step_rows(
-    owner, rows, grads, spare, formula, states, records_AR, step_column, constants, cap, outputs_end
-):
+def step_rows(owner, rows, grads, spare, formula, states, records_AR, step_column, constants, cap):
     """Step unique rows of an owner with the sums of their gradients.
 
     The formulas are those of optim.cu, which says what a single state of Adam is. The gradient is
     scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that would not
-    stay finite is left as it was; returns 1 if there was an input vector, plus 2 if there was an
-    output vector: those are the odd rows below `outputs_end`.
+    stay finite is left as it was; returns whether there was none.
 
     rows: the unique rows and where their gradients are, see `list_places`; grads: the gradients,
     and their pairs, empty if cap is 0. spare: of each owner a record and a gradient, and its size.
@@ -710,7 +707,7 @@ def step_rows(
     before_nR, sums_nP, dim = spare
     before_R, grad_D = before_nR[owner], sums_nP[owner, :dim]
     width = records_AR.shape[1]
-    faults = 0
+    are_sound = True
     for u in range(len(rows_U)):
         if u + PREFETCH_ROWS < len(rows_U):
             _prefetch_row(records_AR, rows_U[u + PREFETCH_ROWS], width, 0)
@@ -735,33 +732,10 @@ def step_rows(
         for r in range(width):
             zeros += record_R[r] * zero
         if zeros != 0:
-            faults |= 1 << (row & 1 & (row < outputs_end))
+            are_sound = False
             for r in range(width):
                 record_R[r] = before_R[r]
-    return faults
-
-
-@compiled
-def mark(text, drawn, path, marks_A):
-    """Set the marks of the rows that a batch touches."""
-    words_n, sentences_n, first = text
-    windows_B, negatives_BK = drawn
-    begin_V, nodes_P = path
-    for center in range(len(windows_B)):
-        at = first + center
-        left, right = _window(sentences_n, at, windows_B[center])
-        if right - left < 2:
-            continue
-        for c in range(left, right):
-            if c != at:
-                marks_A[2 * words_n[c]] = True
-        if negatives_BK.shape[1]:
-            marks_A[2 * words_n[at] + 1] = True
-        for k in range(negatives_BK.shape[1]):
-            marks_A[2 * negatives_BK[center, k] + 1] = True
-        if len(begin_V):
-            for p in range(begin_V[words_n[at]], begin_V[words_n[at] + 1]):
-                marks_A[2 * nodes_P[p] + 1] = True
+    return are_sound
 
 
 @compiled

@@ -44,7 +44,7 @@ BLOCKS_AT_ONCE = 2  # of skip-gram, that run on a processor
 # Of unique.cu: threads that start together all try to add a frequent row.
 LISTING_BLOCKS = 2
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
-INPUT_FAULT = 2  # bit of FAULTS; that of output vectors is the next
+VECTORS_FAULT = 2  # bit of FAULTS
 Chunk, Drawn = (c_struct("batch.cuh", name) for name in ("Chunk", "Drawn"))
 NO_TREE = c_struct("batch.cuh", "Tree")(begin_V=None, nodes_P=None, codes_P=None, depth=0)
 
@@ -215,8 +215,7 @@ class CudaKernels(Kernels):
                 places=self._places,
                 stepped=state.rows_updated,
                 fault=state.fault,
-                bit=INPUT_FAULT,
-                outputs_end=shape.outputs_end,
+                bit=VECTORS_FAULT,
                 done=self._done,
             )
             self._stepped = optimizer, table, state

@@ -267,6 +267,17 @@ def count_pairs(places: Pairs, count_U: Tensor, cbow: bool = False) -> None:
         count_U.index_add_(0, places.targets_BT.flatten(), of_targets_BT.flatten())
 
 
+def zero_grads(marks_A: Tensor, shape: StepShape) -> Grads:
+    """Return zero gradients of marked rows."""
+    rows_U, index_A = unique_rows(marks_A)
+    grad_dtype = torch.promote_types(shape.dtype, torch.float32)
+    grad_UD = torch.zeros(len(rows_U), shape.dim, dtype=grad_dtype, device=shape.device)
+    pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None
+    loss, pairs = torch.zeros(2, dtype=torch.float64, device=shape.device)
+    rows = RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None)
+    return Grads(rows, loss, pairs.long())
+
+
 class ReferenceKernels(Kernels):
     """The kernels of `w2v.word2vec.kernels.Kernels` in plain torch.
 
@@ -282,14 +293,14 @@ class ReferenceKernels(Kernels):
     def __init__(self, shape: StepShape, product: torch.dtype | None = None):
         self.shape = shape
         self._product = product
-        self._grad_dtype = torch.promote_types(shape.dtype, torch.float32)
 
     def mark(self, batch: Batch, marks_A: Tensor) -> None:
         marks_A |= mark_pairs(expand(batch), len(marks_A))
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)
-        return self._zero_grads(mark_pairs(pairs, self.shape.rows))._replace(expanded=pairs)
+        grads = zero_grads(mark_pairs(pairs, self.shape.rows), self.shape)
+        return grads._replace(expanded=pairs)
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
         rows, loss, pairs, expanded = grads
@@ -302,7 +313,7 @@ class ReferenceKernels(Kernels):
         )
         slots_U = view.slots(rows.unique_rows().long())
         weight_UD = view.records_SR[:, : self.shape.dim].index_select(0, slots_U)
-        weight_UD = weight_UD.to(self._grad_dtype)
+        weight_UD = weight_UD.to(rows.grad_UD.dtype)
         cbow = batch.objective.cbow
         batch_loss = gradients(weight_UD, places, rows.grad_UD, self._product, batch.objective)
         if rows.pairs_U is not None:
@@ -320,22 +331,8 @@ class ReferenceKernels(Kernels):
         records_UR = table.decode(before_UR.clone())
         optimizer.step_rows(table, records_UR, grads.rows.grad_UD, grads.rows.pairs_U, lr)
         after_UR = table.encode(rows_U, records_UR)
-        is_output_U = (rows_U % 2 == 1) & (rows_U < self.shape.outputs_end)
-        for number in range(2):
-            of_others_U1 = (is_output_U != bool(number))[:, None]
-            is_sound = all_finite(after_UR.masked_fill(of_others_U1, 0))
-            state.mark_fault(2 << number, is_sound)
+        state.mark_fault(2, all_finite(after_UR))
         # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
         kept_UR = torch.where(state.fault == 0, after_UR, before_UR)
         view.records_SR.index_copy_(0, slots_U, kept_UR)
         state.rows_updated += rows_U.shape[0]
-
-    def _zero_grads(self, marks_A: Tensor) -> Grads:
-        """Return zero gradients of marked rows."""
-        shape, (rows_U, index_A) = self.shape, unique_rows(marks_A)
-        size = len(rows_U), shape.dim
-        grad_UD = torch.zeros(size, dtype=self._grad_dtype, device=shape.device)
-        pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None
-        loss, pairs = torch.zeros(2, dtype=torch.float64, device=shape.device)
-        rows = RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None)
-        return Grads(rows, loss, pairs.long())

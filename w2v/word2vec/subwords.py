@@ -32,9 +32,9 @@ from w2v.rows.ops import View
 from w2v.rows.shard import RoutedLookUp
 from w2v.rows.table import Table
 from w2v.text.ngrams import hash_words
-from w2v.word2vec.batch import Batch, Grads, RowGrads, StepShape, StepState, Update
+from w2v.word2vec.batch import Batch, Grads, StepShape, StepState, Update
 from w2v.word2vec.kernels import Kernels
-from w2v.word2vec.reference import unique_rows
+from w2v.word2vec.reference import zero_grads
 
 COMPOSED_BYTES = 16 << 20  # of rows of words that are composed at a time
 
@@ -174,50 +174,26 @@ class SubwordKernels(Kernels):
         self.subwords.mark(marks_A)
 
     def unique_rows(self, batch: Batch) -> Grads:
-        grads = self.inner.unique_rows(batch)
-        rows = grads.rows
-        is_used_A = _index(rows) >= 0
-        self.subwords.mark(is_used_A)
-        rows_U, index_A = unique_rows(is_used_A)
-        grad_UD = rows.grad_UD.new_zeros(len(rows_U), self.shape.dim)
-        pairs_U = None if rows.pairs_U is None else rows.pairs_U.new_zeros(len(rows_U))
-        return grads._replace(rows=RowGrads(index_A, rows_U.int(), grad_UD, pairs_U, None))
+        return zero_grads(self.marks(batch), self.shape)
 
     def gradients(self, batch: Batch, view: View, grads: Grads, lr: float) -> Grads:
-        rows = grads.rows
-        rows_U = rows.unique_rows()
-        words_W = self.subwords.words_among(rows_U)
+        """Compose the batch's words, and add the gradient of each to its rows."""
+        rows, index_A = grads.rows, grads.rows.index_A
+        assert index_A is not None, "rows of a batch"
+        words_W = self.subwords.words_among(rows.unique_rows())
         self.subwords.compose(view, self.shape.dim, words_W)
         grads = self.inner.gradients(batch, view, grads, lr)
-        if grads.rows.grad_UD is not rows.grad_UD:
-            # Compiled loops return those of words and nodes alone, in the order of their places.
-            is_inner_U = rows_U < self.subwords.first
-            rows.grad_UD[is_inner_U] = grads.rows.grad_UD
-            if rows.pairs_U is not None and grads.rows.pairs_U is not None:
-                rows.pairs_U[is_inner_U] = grads.rows.pairs_U
-            grads = grads._replace(rows=rows)
-        self._spread(grads.rows, words_W)
-        return grads
-
-    def _spread(self, rows: RowGrads, words_W: Tensor) -> None:
-        """Add the gradient of each word to its rows; its own becomes zero."""
-        index_A = _index(rows)
         for words_n in self.subwords.in_parts(words_W, self.shape.dim):
             rows_N, place_N = self.subwords.rows_of(words_n)
             from_n, to_N = index_A[2 * words_n].long(), index_A[rows_N].long()
             for sums in (rows.grad_UD, rows.pairs_U):
                 if sums is not None:
                     sums.index_add_(0, to_N, sums[from_n][place_N])
-                    sums[from_n] = 0
+                    sums[from_n] = 0  # of the composed vector
+        return grads
 
     def sum_by_row(self, requested: RoutedLookUp, grad_MD: Tensor, pairs_M: Tensor | None) -> Any:
         return self.inner.sum_by_row(requested, grad_MD, pairs_M)
 
     def optimizer_step(self, update: Update, view: View, grads: Grads, state: StepState) -> None:
         self.inner.optimizer_step(update, view, grads, state)
-
-
-def _index(rows: RowGrads) -> Tensor:
-    """Return where each row is among the unique ones: int32 [A], or -1."""
-    assert rows.index_A is not None, "rows of a batch"
-    return rows.index_A

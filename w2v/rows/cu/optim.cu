@@ -96,15 +96,15 @@ __device__ unsigned long long rounding(
 // places: with RANKS = 0, gradients are those of `rows`.
 // seed: mixed, for the rounding to bfloat16.
 // fault: 0 as long as all is finite. A loss that is not finite sets it to this_step + 1; a number
-// that the record cannot hold to this_step + bit, or + 2 * bit in an odd row below outputs_end.
+// that the record cannot hold to this_step + bit.
 // From then on no weight or state is written.
 // done: unless it is null, the count of rows becomes 0; 0 before and after.
 // The bounds keep 32 warps in flight, with peers too: they wait for memory most of the time.
 extern "C" __global__ void __launch_bounds__(256, 4) step(
     View view, RowGrads rows, long long row_width, int dim, int step_column, int cap, Hyper hyper,
     Places places, long long* stepped, unsigned long long* fault, long long bit,
-    long long outputs_end, OPTIONAL unsigned* done, float lr, float table_step,
-    unsigned long long seed, const double* loss, long long this_step) {
+    OPTIONAL unsigned* done, float lr, float table_step, unsigned long long seed,
+    const double* loss, long long this_step) {
     hyper.lr = lr;
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
@@ -176,8 +176,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
             for (int f = 0; f <= STATES; f++)
                 for (int w = 0; w < WIDE; w++)
                     finite &= fabsf(field[f].at[w]) <= LARGEST;  // false for NaN too
-            const bool is_output = row % 2 && row < outputs_end;
-            if (sound && !finite) atomicCAS(fault, 0, this_step + (bit << is_output));
+            if (sound && !finite) atomicCAS(fault, 0, this_step + bit);
 #pragma unroll
             for (int f = 0; f < WIDES; f++)
                 if (sound && finite) {

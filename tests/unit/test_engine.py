@@ -87,5 +87,5 @@ def test_wait_is_as_long_as_the_moves_take():
 
     waits_of_pages()  # kernels are compiled
     read, nothing, both_ways = map(min, zip(*[waits_of_pages() for _ in range(3)], strict=True))
-    assert 1e9 < table.bytes / 2 / read < 1e12  # bytes/s of the link
+    assert 5e9 < table.bytes / 2 / read < 5e11  # bytes/s of the link
     assert nothing < 0.2 * min(read, both_ways)

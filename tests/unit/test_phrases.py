@@ -152,7 +152,7 @@ def test_the_cache_knows_the_setting(tmp_path):
         joined, noted, size = words("corpus.phrases=1", "corpus.phrases_threshold=2")
         assert "new_york" in joined and size < plain[2]
         first = next(word for word in joined if "_" in word)
-        assert f"; {sum('_' in word for word in joined)} phrases, {first}" in noted
+        assert f"; {sum('_' in word for word in joined)} phrases, such as {first}" in noted
         assert "new_york" not in words("corpus.phrases=1", "corpus.phrases_threshold=1e9")[0]
     assert len(list((tmp_path / "data" / "cache").iterdir())) == 3
 

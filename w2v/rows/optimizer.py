@@ -273,14 +273,15 @@ class PagedOptimizer(torch.optim.Optimizer):
                     _prefetch(window, 0, together)
                     _prefetch(window, together, together)
                 looked_up = window.popleft()
-                for look_up in looked_up.look_ups:
+                look_ups = looked_up.look_ups
+                for look_up in look_ups:
                     look_up.wait()  # raises for wrong ids
                 for table, page in zip(tables, looked_up.pages, strict=True):
                     table.announced = page
                     if begins_page:
                         table.check_views()  # later writes by views would be lost
                 yield looked_up.batch
-                for look_up in looked_up.look_ups:  # drop unused vectors, which refer to it
+                for look_up in look_ups:  # drop unused vectors, which refer to it
                     look_up.computed.clear()
         finally:
             for table in tables:

@@ -387,9 +387,10 @@ def _describe_text(plan: Plan) -> str:
     kept = f"{plan.words:,} of {plan.vocab.raw_types:,} distinct words kept"
     kept += f" (min_count {plan.config.vocab.min_count})"
     parts = [f"{plan.config.corpus.paths}: {size}", kept, corpus.tokenized]
-    if plan.config.corpus.phrases:
-        phrases = [word for word in plan.vocab.words if "_" in word]
-        parts.append(", ".join([f"{len(phrases):,} phrases", *phrases[:SHOWN_PHRASES]]))
+    is_joined = plan.config.corpus.phrases > 0
+    if phrases := [word for word in plan.vocab.words if is_joined and "_" in word]:
+        shown = ", ".join(phrases[:SHOWN_PHRASES])
+        parts.append(f"{len(phrases):,} phrases, such as {shown}")
     return "; ".join(filter(None, parts))
 
 
